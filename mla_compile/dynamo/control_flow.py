@@ -1,4 +1,4 @@
-"""Handle the graphs within a graph: the branches of `torch.cond` and the bodies of `torch.while_loop`.
+"""Handle the graphs within a graph: the branches of `torch.cond` and the bodies of `while_loop`, `scan` and `map`.
 
     cond(predicate, true_graph, false_graph, operands)      each a functional graph of its own
 
@@ -23,9 +23,8 @@ from mla_compile.passes.nodes.shapes import hints_of, size_of
 
 from .graph import copied
 
-_OPERATORS = {"cond", "while_loop"}
-"""The names of torch's operators whose graphs may be changed. Not scan and map: Inductor traces their bodies again, and
-fails at our ops."""
+_OPERATORS = {"cond", "while_loop", "scan", "map_impl"}
+"""The names of torch's operators whose graphs may be changed."""
 
 
 def is_control_flow(node: fx.Node) -> bool:

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._higher_order_ops import while_loop
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as map_over
 
 import mla_compile
 from mla_compile import compilation
@@ -15,7 +16,7 @@ from mla_compile.inspect.folder import write
 from mla_compile.inspect.page import Inspection
 from tests.compile.layers import Layer
 from tests.errors import assert_as_close_as_eager
-from tests.models import HIDDEN, N, P, R
+from tests.models import HIDDEN, N, P, R, V
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -42,6 +43,29 @@ class InALoop(Layer):
             return i + 1, torch.cond(x.isfinite().all(), lambda x: super(InALoop, self).forward(x), torch.tanh, (x,))
 
         return while_loop(lambda i, _: i < 3, step, (torch.tensor(0), x))[1]
+
+
+class OverWeights(Layer):
+    """Three layers as one scan over what differs between them."""
+
+    def forward(self, x):
+        def step(x, weight):
+            q = self.mla.q_proj(x).unflatten(2, (N, P + R)).transpose(1, 2)
+            latent, k_rope = self.latents(x)
+            k_nope, v = (latent @ weight).unflatten(-1, (N, -1)).transpose(1, 2).split([P, V], -1)
+            o = F.scaled_dot_product_attention(q, torch.cat([k_nope, k_rope[:, None].expand(-1, N, -1, -1)], -1), v)
+            x = x + o.transpose(1, 2).flatten(2) @ self.mla.o_proj.weight.T
+            return x, x.mean(-1)
+
+        factors = torch.arange(1, 4, dtype=x.dtype)[:, None, None]
+        return scan(step, x, self.mla.kv_b_proj.weight.T * factors)
+
+
+class OverPrompts(Layer):
+    """A layer, mapped over prompts."""
+
+    def forward(self, x):
+        return map_over(super().forward, torch.stack([x, x.sin()]))
 
 
 def call(layer, tokens, sign=1, **options):
@@ -76,14 +100,18 @@ def test_what_is_decided_of_one_branch_is_not_told_of_another():
     assert mla_compile.last_report().rewritten == 1
 
 
-@pytest.mark.parametrize(("kind", "sites"), [(InBranches, 2), (InALoop, 1)])
-def test_it_is_rewritten_and_verified(kind, sites, monkeypatch):
+ROUNDS = {InBranches: 1, InALoop: 3, OverWeights: 3, OverPrompts: 2}
+"""How often attention runs: of two branches, only the one that is taken does."""
+
+
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_it_is_rewritten_and_verified(kind, monkeypatch):
     checked = []
     monkeypatch.setattr("mla_compile.verify.compare", lambda original, rewritten, site, _: checked.append(site.path))
     found = call(kind(), 13, options={"mla.verify": True})
-    assert [site.rewritten for site in found] == [True] * sites
-    assert len({site.node for site in found}) == sites
-    assert len(checked) == (1 if kind is InBranches else 3)  # the branch that is taken, in each round
+    assert [site.rewritten for site in found] == [True] * (2 if kind is InBranches else 1)
+    assert len({site.node for site in found}) == len(found)
+    assert len(checked) == ROUNDS[kind]
 
 
 @pytest.mark.slow
