@@ -126,9 +126,19 @@ def _share_a_tensor(attention: Attention) -> bool:
 
 
 def _narrower(site: Site, best: Site) -> bool:
-    """Whether a site has narrower latents than another, or no wider ones and does without groups."""
+    """Whether a site has narrower latents than another, or no wider ones and does without groups. The other's may have
+    any width if they mix tokens and this one's do not."""
+    if _mixes_tokens(site) != _mixes_tokens(best):
+        return _mixes_tokens(best)
     more = 0 if best.groups is not None and site.groups is None else 1
     return known_at_most(total([_width(site), more]), _width(best))
+
+
+def _mixes_tokens(site: Site) -> bool:
+    """Whether the latent has a column for each token and one weight for all heads: rather than a projection of each
+    token, values are sums of what several tokens have, which are the latents then."""
+    of_heads = bool(site.key_heads or site.value_heads)
+    return not of_heads and any(same(axis.size, key.size) for axis in site.rank for key in site.attention.keys)
 
 
 def _width(site: Site) -> Size:

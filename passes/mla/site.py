@@ -118,6 +118,11 @@ class Site:
         return None if self.apart else self.of_keys
 
     @property
+    def key_heads(self) -> Dim:
+        """The heads that have up-projected keys of their own; groups of query heads may share one."""
+        return tuple(axis for axis in self.heads if self.w_uk is not None and axis in self.w_uk.axes)
+
+    @property
     def value_heads(self) -> Dim:
         """The heads that have values of their own; groups of query heads may share one."""
         return tuple(axis for axis in self.heads if self.w_uv is not None and axis in self.w_uv.axes)

@@ -77,6 +77,13 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size_of(size) for size in node.meta["val"].shape)
 
 
+def environment_of(node: fx.Node) -> ShapeEnv | None:
+    """The environment of the symbols in a tensor node's shape; None if its tensor is none of torch's fakes."""
+    mode = getattr(node.meta["val"], "fake_mode", None)
+    environment: ShapeEnv | None = None if mode is None else mode.shape_env
+    return environment
+
+
 def unbacked_in(expression: Size | sympy.Basic) -> set[sympy.Symbol]:
     """The symbols that only a run knows: an element of a tensor (`.item()`), or how many elements were counted."""
     unbacked = SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT

@@ -26,7 +26,7 @@ from ..masks.meaning import Meaning
 from ..mla.apart import up_projected_apart
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
-from ..nodes.shapes import hints_of
+from ..nodes.shapes import environment_of, hints_of
 from ..nodes.source import where
 from .carriers import Carrier
 from .chunked import FORCE, Chunked, chunked_cost, refuse_apart, refuse_wide_latent
@@ -240,8 +240,7 @@ def heads_at_a_time(site: Site, scores_bytes: int) -> int:
     """The greatest divisor of the number of heads such that the scores of so many take at most `scores_bytes`; at least
     1."""
     sizes = site.sizes
-    heads, mode = int(sizes["N"]), getattr(site.node.meta["val"], "fake_mode", None)
-    environment = None if mode is None else mode.shape_env
+    heads, environment = int(sizes["N"]), environment_of(site.node)
     of_one: Any = 4 * sizes["B"] * sizes["Sq"] * sizes["T"]
     if not isinstance(of_one, int):
         of_one = of_one.subs(hints_of((of_one,), environment)) if environment is not None else scores_bytes

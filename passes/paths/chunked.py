@@ -24,6 +24,7 @@ from ..mla.own_ropes import in_keys
 from ..mla.site import Site
 from ..mla.why_not import name
 from ..nodes.refusal import Refusal
+from ..nodes.shapes import environment_of, hints_of
 from .as_written import expanded_multiply_adds
 from .carriers import Carrier, InSequences, Lengths, MaskAndOffset
 from .exchange import Op
@@ -154,16 +155,19 @@ def _shared_as_written(site: Site) -> bool:
 def refuse_wide_latent(site: Site, *, may_be_asked: bool) -> None:
     """Refuse a latent at least half as wide as all that it expands to: as every key is expanded, nothing is saved.
 
-    If a path `may_be_asked` for, the refusal says how.
+    Keys and values that several heads share count once. Sizes that are symbols are taken as they are now: a graph that
+    stays unchanged is right for all of them. If a path `may_be_asked` for, the refusal says how.
     """
     sizes = site.sizes
     width = total([sizes["L"], sizes.get("Lk", 0)])
-    latent, expanded = 2 * sympy.sympify(width), sympy.sympify(sizes["N"] * (sizes["P"] + sizes["V"]))
-    if latent.is_number and expanded.is_number and latent >= expanded:
+    key_heads, value_heads = (product(axis.size for axis in heads) for heads in (site.key_heads, site.value_heads))
+    expanded = total([product([key_heads, sizes["P"]]), product([value_heads, sizes["V"]])])
+    hints = hints_of((width, expanded), environment_of(site.node))
+    if (2 * sympy.sympify(width)).subs(hints) >= sympy.sympify(expanded).subs(hints):
         raise Refusal(
             site.node,
-            "expected a latent less than half as wide as the keys and the values it expands to, "
-            f"found width {width} for {sizes['N']} heads of {sizes['P']} + {sizes['V']}",
+            "expected a latent less than half as wide as the keys and the values it expands to, found width "
+            f"{width} for keys of {key_heads} x {sizes['P']} and values of {value_heads} x {sizes['V']}",
             _NOT_MLA + FORCE if may_be_asked else "make the latent narrower, if this is MLA and not ordinary attention",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -255,9 +255,13 @@ def test_one_weight_for_all_groups_is_one_attention() -> None:
     check_rewritten(function, tensors())
 
 
-@pytest.mark.parametrize("tokens", [T, L])
-def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(tokens: int) -> None:
-    """`mix @ latents` is one product per sequence, which is not to be taken for an up-projection of each sequence."""
+@pytest.mark.parametrize("symbolic", [(), ((2,), (1,), (1, 2))], ids=["static", "symbolic"])
+@pytest.mark.parametrize("tokens", [T, L, L - 3])
+def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(
+    tokens: int, symbolic: Sequence[Sequence[int]]
+) -> None:
+    """`mix @ latents` is one product per sequence, which is not to be taken for an up-projection of each sequence, nor
+    its first factor for a latent, however few tokens there are."""
 
     def mixed(q: Tensor, latents: Tensor, mix: Tensor, w_uv: Tensor) -> Tensor:
         c = (mix.tril() @ latents)[:, None]
@@ -265,9 +269,10 @@ def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(tokens: int)
 
     shapes = (B, HEADS, tokens, L), (B, tokens, L), (B, tokens, tokens), (HEADS, V, L)
     given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    for _, _, (outcome,) in compiled(mixed, given):
+    for _, _, (outcome,) in compiled(mixed, given, symbolic):
         assert outcome.path == "absorbed"
         assert outcome.shapes["B"] == str(B)
+        assert outcome.shapes["L"] == str(L)
 
 
 def knorm(k: Tensor) -> Tensor:
