@@ -56,6 +56,7 @@ from .inductor.gpu_together import together
 from .inductor.gpu_writes import write_in_parts
 from .inductor.growing_caches import use_memory_again
 from .inductor.interpreted import interpreted
+from .inductor.loop_splits import split_loops_evenly
 from .inductor.loops import settings_of_loops
 from .inductor.retrace import decompositions_of_others, retrace
 from .options import Options
@@ -100,6 +101,7 @@ class Compilation:
         self.inductor = {name: getattr(inductor_config, name) for name in _AFTER_THE_SECOND_TRACE}
 
     def run(self) -> Callable[..., Any]:
+        split_loops_evenly()
         reason = self._reason_for_stock()
         if reason is not None:
             return self._stock(reason, looked=False)

@@ -26,6 +26,7 @@ from .dynamo.seal import seal_exported, unseal_exported
 from .errors import OptionError
 from .inductor.gpu_launches import put_launches
 from .inductor.loop_operands import straighten_loop_operands
+from .inductor.loop_splits import split_loops_evenly
 from .options import OFF, parse
 from .report import Report, record
 from .rewriting import failures_told, raise_strict, rewrite_graph
@@ -93,6 +94,9 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     and products with a matrix per head, on CPU, in float32, bfloat16 or float16. The result runs where a library
     written by `build_library` is loaded.
 
+    Compile it in a process that called this function: from then on, Inductor's code for a CPU has the last elements of
+    loops that it splits, which torch 2.11 to 2.15 leave out.
+
     If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
     a package contains these kernels compiled.
 
@@ -100,6 +104,7 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
         TypeError: if this is no exported program.
     """
     _expect_program(program)
+    split_loops_evenly()
 
     def launch(graph: fx.Graph) -> None:
         if torch.cuda.is_available():

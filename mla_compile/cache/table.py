@@ -259,5 +259,5 @@ def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
 
 def quotient(position: Tensor, page_tokens: int) -> Tensor:
     """`position // page_tokens` of positions from 0 on, truncated: code that stock Inductor generates for a CPU may
-    leave out the last of those that are rounded down (see `inductor/floor_divisions.py`)."""
+    leave out the last of those that are rounded down (see `inductor/loop_splits.py`)."""
     return torch.div(position, page_tokens, rounding_mode="trunc")

@@ -16,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..dynamo.seal import unseal
 from ..ops import SEALED
-from .floor_divisions import floor_division
 from .int8_products import products_with_int8
 from .same_numbers import merge_same_numbers
 from .sizes_from_data import bmm_of_sizes_from_data
@@ -52,7 +51,6 @@ def retrace(module: fx.GraphModule) -> fx.GraphModule:
             bmm_of_sizes_from_data, inductors[aten.bmm.default], functools.partial(widened_bmm, are_given=are_given)
         ),
         aten._grouped_mm.default: grouped_mm,
-        aten.div.Tensor_mode: floor_division,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # if imported: the same product for other dtypes
         table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
