@@ -6,6 +6,10 @@ After    k = (cat(latent, rope) @ M).view(T, N, P + R),   M = [[W, 0], [0, ident
 A head's columns come from one latent then, on whichever side of the seam they lie: where the seam cuts a head, and
 where it falls between two, of which one has up-projected columns alone and the other rope columns alone. The zeros add
 nothing to finite numbers.
+
+A key that repeats may itself be a product, as without a rope. It is then a latent as it is, or another up-projection of
+what it is computed from: of the latent of other columns, which need not be joined with anything then, or of what is
+narrower than the key.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..algebra.sizes import Unaligned, product, same
+from ..algebra.operations import alike
+from ..algebra.sizes import Size, Unaligned, known_at_most, product, same
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Join, Read, Segment, Sum
 from ..code.reading import Reader, nodes_of, sources_of, write_as
-from ..mla.products import up_projection
-from ..mla.readable import is_held
-from ..mla.site import Site
+from ..mla.products import same_tensor, up_projection
+from ..mla.readable import is_held, unbroadcast
+from ..mla.site import OwnLatent, Site
 from ..nodes.arguments import RESHAPES, argument, arguments, aten, is_tensor
 from ..nodes.shapes import shape_of
 from ..trace.trace import Trace
@@ -49,6 +54,10 @@ class _Piece:
     @property
     def reads(self) -> tuple[Read, ...]:
         return self.latent, *((self.weight,) if self.weight is not None else ()), *self.biases
+
+    @property
+    def width(self) -> Size:
+        return product(axis.size for axis in self.rank)
 
     def matrix(self, read: Reader, latent: Tensor) -> Tensor:
         """`[rank, columns]`: what a `latent [..., rank]` is multiplied by."""
@@ -76,24 +85,49 @@ class Seam:
     def __call__(self, *values: Tensor | int) -> Tensor:
         """The product of the joined latents with one matrix, as heads."""
         read, dtype = Reader(self.sources, values), self.place.meta["val"].dtype
-        latents = [read(piece.latent, *self.dims[:-1], piece.rank).to(dtype) for piece in self.pieces]
-        matrices = [piece.matrix(read, latent) for piece, latent in zip(self.pieces, latents, strict=True)]
-        before, behind, rows = 0, sum(matrix.shape[1] for matrix in matrices), []
-        for matrix in matrices:
+        first = _first_of_same_latent(self.pieces)
+        own = {i: self.pieces[i] for i in first}
+        latents = {i: read(piece.latent, *self.dims[:-1], piece.rank).to(dtype) for i, piece in own.items()}
+        matrices = [piece.matrix(read, latents[i]) for i, piece in zip(first, self.pieces, strict=True)]
+        before, behind, rows = 0, sum(matrix.shape[1] for matrix in matrices), dict[int, Tensor]()
+        for i, matrix in zip(first, matrices, strict=True):
             behind -= matrix.shape[1]
-            rows.append(F.pad(matrix.to(dtype), (before, behind)))
+            padded = F.pad(matrix.to(dtype), (before, behind))
+            rows[i] = rows[i] + padded if i in rows else padded
             before += matrix.shape[1]
         shape = [read.realize(size) for size in shape_of(self.place)]
-        columns = (torch.cat(latents, -1) @ torch.cat(rows)).view(shape)
+        columns = (_joined(latents, -1) @ _joined(rows, 0)).view(shape)
         if any(piece.biases for piece in self.pieces):
             biases = torch.cat([piece.bias(read, columns) for piece in self.pieces])
             columns = columns + biases.view(shape[len(self.dims) - 1 :])
         return columns
 
     def holds(self, added: Container[fx.Node], sites: Sequence[Site]) -> bool:
-        """Whether the latent of a site is the joined one."""
-        latents = [own.latent for site in sites for own in (site, site.of_keys) if own is not None]
-        return any(node in added for latent in latents for node in nodes_of(latent.read))
+        """Whether a site up-projects the joined latents, by the matrix of this seam."""
+        made = [read for site in sites for own in (site, site.of_keys) if own is not None for read in _made(own)]
+        return any(node in added for read in made for node in nodes_of(read))
+
+
+def _made(own: Site | OwnLatent) -> list[Read]:
+    """What a seam gives a site."""
+    return [own.latent.read, *([own.w_uk] if own.w_uk is not None else [])]
+
+
+def _joined(tensors: dict[int, Tensor], dim: int) -> Tensor:
+    """Tensors side by side; the tensor itself, if there is one."""
+    each = list(tensors.values())
+    return each[0] if len(each) == 1 else torch.cat(each, dim)
+
+
+def _first_of_same_latent(pieces: Sequence[_Piece]) -> list[int]:
+    """For each piece, the index of the first that has the same latent."""
+    return [next(i for i, other in enumerate(pieces) if _share_latent(other, piece)) for piece in pieces]
+
+
+def _share_latent(a: _Piece, b: _Piece) -> bool:
+    if not alike(a.rank, b.rank):
+        return False
+    return same_tensor(a.latent, change_read(b.latent, dict(zip(b.rank, a.rank, strict=True))))
 
 
 def may_be_seam(node: fx.Node) -> bool:
@@ -124,9 +158,10 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
         if not all(same(*sizes) for sizes in zip(form.shape[:-1], shape_of(node), strict=False)):
             continue
         tokens = {axis for dim in form.dims[:-1] for axis in dim}
-        pieces = [_piece(segment, tokens) for segment in join.segments]
-        known = tuple(piece for piece in pieces if piece is not None)
-        if len(known) < len(pieces) or all(piece.weight is None for piece in known):
+        up_projected = [_up_projected(segment, tokens) for segment in join.segments]
+        repeated = [_repeated(segment) for segment in join.segments]
+        known = _narrowest(up_projected, repeated)
+        if known is None or not any(up_projected):
             continue
         reads = [read for piece in known for read in piece.reads]
         with contextlib.suppress(Unaligned):
@@ -134,18 +169,43 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
             yield Seam(node, form.dims, known, tuple(sources))
 
 
-def _piece(segment: Segment, tokens: set[Axis]) -> _Piece | None:
-    """A segment of joined columns; None if it is neither an up-projection nor a tensor that repeats."""
+def _narrowest(up_projected: Sequence[_Piece | None], repeated: Sequence[_Piece | None]) -> tuple[_Piece, ...] | None:
+    """The pieces, each as an up-projection or as a tensor that repeats, so that all latents together have few columns;
+    None if one is neither."""
+    either = list(zip(up_projected, repeated, strict=True))
+    joined_anyway = [up for up, repeats in either if up is not None and repeats is None]
+    pieces = list[_Piece]()
+    for up, repeats in either:
+        if up is None or repeats is None:
+            piece = up or repeats
+        else:
+            joined = any(_share_latent(other, up) for other in joined_anyway)
+            piece = up if joined or known_at_most(up.width, repeats.width) else repeats
+        if piece is None:
+            return None
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+def _up_projected(segment: Segment, tokens: set[Axis]) -> _Piece | None:
+    """A segment of joined columns as an up-projection; None if it is none."""
     term, own = segment.term, {*segment.axes}
     terms = term.parts.terms if isinstance(term.parts, Sum) else (term,)
     products = [up for addend in terms if (up := up_projection(addend, tokens)) is not None]
     biases = tuple(addend.read for addend in terms if addend.axes.isdisjoint(tokens))
-    if len(products) == 1 and len(biases) == len(terms) - 1:
-        (up,) = products
-        if up.latent.axes.isdisjoint(own) and up.weight.axes <= own | {*up.rank}:
-            piece = _Piece(segment.axes, up.latent.read, up.rank, up.weight, (), up.scale, biases)
-            return piece if all(map(is_held, piece.reads)) else None
-    ranks = {axis: Axis(axis.size) for axis in segment.axes if axis in term.read.axes}
-    read = change_read(term.read, ranks)
-    repeats = 0 < len(ranks) < len(segment.axes)
-    return _Piece(segment.axes, read, tuple(ranks.values()), None, tuple(ranks)) if repeats and is_held(read) else None
+    if len(products) != 1 or len(biases) != len(terms) - 1:
+        return None
+    (up,) = products
+    if not up.latent.axes.isdisjoint(own) or not up.weight.axes <= own | {*up.rank}:
+        return None
+    piece = _Piece(segment.axes, up.latent.read, up.rank, up.weight, (), up.scale, biases)
+    return piece if all(map(is_held, piece.reads)) else None
+
+
+def _repeated(segment: Segment) -> _Piece | None:
+    """A segment of joined columns as a tensor that repeats; None if it is none."""
+    read = unbroadcast(segment.term).read
+    ranks = {axis: Axis(axis.size) for axis in segment.axes if axis in read.axes}
+    if not 0 < len(ranks) < len(segment.axes) or not is_held(read):
+        return None
+    return _Piece(segment.axes, change_read(read, ranks), tuple(ranks.values()), None, tuple(ranks))

@@ -11,7 +11,7 @@ from ..algebra.terms import Join, Product, Read, Scaled, Segment, Sum, Term, Unr
 from ..attention import outer
 from ..attention.attention import Attention
 from ..attention.pieces import WRITES
-from ..nodes.arguments import is_elementwise, is_tensor, takes_tensors
+from ..nodes.arguments import RESHAPES, arguments, is_elementwise, is_tensor, takes_tensors
 from ..nodes.constants import constant_of
 from ..nodes.refusal import Refusal
 from ..nodes.source import where
@@ -22,6 +22,10 @@ from .multiplied import multiplied_product
 _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: apply a norm, a "
     "nonlinearity or a rope to the latent before the up-projection, or to columns of their own"
+)
+_SEAM = (
+    "cut every piece into heads before they are joined: one view of all of them puts the seam between two pieces at "
+    "other columns for other heads"
 )
 _PIECES = "join the latents, as a whole each and over the same batch, and up-project them together"
 _ADDENDS = "let all that is added up be up-projections of latents, or the same for all keys"
@@ -68,7 +72,7 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     node = attention.node
     if latent is None:
         stop = _stop(attention.value, trace)
-        remedy = _ADDENDS if isinstance(attention.value.parts, Sum) else _LINEAR
+        remedy = _ADDENDS if isinstance(attention.value.parts, Sum) else _between(stop, trace)
         if isinstance(attention.value.parts, Join) and all(map(_is_product, attention.value.parts.segments)):
             remedy = _PIECES
         multiplied = multiplied_product(attention.value, trace)
@@ -100,8 +104,14 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
             )
     found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
-    remedy = _LINEAR if multiplied is None else multiplied.remedy
-    return Refusal(node, reason, remedy, next(filter(None, (_stop(term, trace) for term in keys)), None))
+    stop = next(filter(None, (_stop(term, trace) for term in keys)), None)
+    return Refusal(node, reason, _between(stop, trace) if multiplied is None else multiplied.remedy, stop)
+
+
+def _between(stop: fx.Node | None, trace: Trace) -> str:
+    """The remedy for an op between an up-projection and the attention at which the trace stopped."""
+    joined = stop is not None and stop.target in RESHAPES and isinstance(trace[arguments(stop)[0]].term.parts, Join)
+    return _SEAM if joined else _LINEAR
 
 
 def _node(read: Read) -> fx.Node | None:

@@ -31,6 +31,15 @@ def for_all(k_rope: Tensor) -> Tensor:
     return k_rope[:, :, None].expand(-1, -1, N, -1).flatten(2)
 
 
+def weight(rows: int, columns: int) -> Tensor:
+    return torch.arange(rows * columns, dtype=torch.float64).view(rows, columns).cos()
+
+
+def projected(tensor: Tensor, bias: float = 0.0) -> Tensor:
+    """A key of all heads that is linear in `tensor`, as a shared key without a rope is, `[B, T, R]`."""
+    return tensor @ weight(tensor.shape[-1], R) + bias * torch.arange(R)
+
+
 def joined(join: Function, attend: Function = mla.softmax) -> Function:
     """Attention whose keys are `join(nope, k_rope, latent)`, `[B, T, N (P + R)]`, cut into heads; `nope` is the keys'
     up-projection for all heads, `[B, T, N P]`. P is what the weights have."""
@@ -65,6 +74,25 @@ REWRITTEN: dict[str, Function] = {
     "of a function of the latent": joined(
         lambda nope, k_rope, latent: torch.cat([nope, for_all(latent[..., :R].cos())], -1)
     ),
+    "of a projection of the rope key": joined(
+        lambda nope, k_rope, latent: torch.cat([for_all(projected(k_rope)), nope], -1)
+    ),
+    "of a projection of the latent": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, for_all(projected(latent))], -1)
+    ),
+    "of a projection of the latent, all with biases": joined(
+        lambda nope, k_rope, latent: torch.cat(
+            [nope * 0.5 + torch.arange(nope.shape[-1]), projected(latent, 0.1).repeat_interleave(N, dim=-1)], -1
+        )
+    ),
+    "of projections to which each head adds its own": joined(
+        lambda nope, k_rope, latent: torch.cat(
+            [for_all(projected(k_rope)) + torch.arange(N * R), nope[..., 1:], for_all(projected(latent))[..., :1]], -1
+        )
+    ),
+    "of a projection of the latents of other tokens": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, for_all(projected(latent.roll(1, 1)))], -1)
+    ),
 }
 
 
@@ -80,6 +108,26 @@ def test_columns_on_both_sides_of_the_seam_are_up_projected(function: Function, 
 def test_sizes_that_are_not_known(tensors: tuple[Tensor, ...]) -> None:
     for path, _, outcomes in compiled(REWRITTEN["rope keys last"], tensors, mla.UNKNOWN):
         assert [outcome.path for outcome in outcomes] == [path]
+
+
+WIDTHS: dict[str, tuple[Function, int | None]] = {
+    "a key of a wide tensor as it is": (lambda k_rope, latent: torch.cat([latent.sin(), latent.cos()], -1), L + R),
+    "what a wider key is made of": (lambda k_rope, latent: k_rope[..., :1], L + 1),
+    "the latent of the other columns": (lambda k_rope, latent: latent, None),
+    "a key of other tokens' latents as it is": (lambda k_rope, latent: latent.roll(1, 1), L + R),
+    "a key of latents of another scale as it is": (lambda k_rope, latent: latent * 2, L + R),
+}
+"""What a shared key is projected from, and the width of the keys' latent; None if it is that of the values."""
+
+
+@pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize(("of", "width"), WIDTHS.values(), ids=WIDTHS)
+def test_a_shared_key_adds_as_few_columns_as_it_can(
+    of: Function, width: int | None, tensors: tuple[Tensor, ...]
+) -> None:
+    function = joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(projected(of(k_rope, latent), 0.1))], -1))
+    for path, _, outcomes in compiled(function, tensors):
+        assert [(o.path, o.shapes["L"], o.shapes.get("Lk")) for o in outcomes] == [(path, str(L), width and str(width))]
 
 
 UNCHANGED: dict[str, Function] = {

@@ -86,6 +86,25 @@ def test_pieces_of_up_projections_are_to_be_joined_before() -> None:
     assert outcome.remedy.startswith("join the latents")
 
 
+def cut_together(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Keys of all heads are joined with a rope key of each head for itself, and one view makes heads of them."""
+    q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
+    nope, rope = (part.transpose(1, 2).flatten(2) for part in k.split([P, R], -1))
+    k = torch.cat([nope, rope * torch.arange(N * R)], -1)
+    return mla.sealed(q, k.unflatten(2, (N, P + R)).transpose(1, 2), v)
+
+
+def test_pieces_that_one_view_cuts_into_heads_are_to_be_cut_before_they_are_joined() -> None:
+    (outcome,) = rewrite(capture(cut_together, *mla.tensors()))
+    assert "where the trace stopped in `view_" in outcome.reason
+    assert outcome.remedy.startswith("cut every piece into heads before they are joined")
+
+
+def test_a_function_of_what_is_cut_into_heads_is_what_stands_between() -> None:
+    (outcome,) = rewrite(capture(keys(torch.tanh), *mla.tensors()))
+    assert outcome.remedy.startswith("let nothing but views, casts, joins and sums lie between")
+
+
 SENTENCES: dict[str, tuple[Function, str]] = {
     "an op that the passes do not know": (
         values(lambda v: v.cumsum(2)),
