@@ -23,7 +23,7 @@ def size_of(value: Any) -> Size:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
-        expression = _divided(sympy.sympify(value.node.expr).xreplace(_equal_symbols(value.node.shape_env)))
+        expression = _divided(_replaced(sympy.sympify(value.node.expr), _equal(value.node.shape_env)))
         return int(expression) if isinstance(expression, sympy.Integer) else expression
     assert isinstance(value, int)
     return value
@@ -40,13 +40,15 @@ def _divided(expression: sympy.Expr) -> sympy.Expr:
     return expression.replace(FloorDiv, exact) if expression.has(FloorDiv) else expression
 
 
-_Equal: TypeAlias = dict[sympy.Symbol, sympy.Expr]
+_Equal: TypeAlias = dict[sympy.Expr, sympy.Expr]
 _EQUAL: WeakKeyDictionary[ShapeEnv, tuple[tuple[int, int], _Equal]] = WeakKeyDictionary()
+_PASSES = 4
+"""How often what is put in the place of an expression may make another one that is known to be equal to something."""
 
 
-def _equal_symbols(environment: ShapeEnv) -> _Equal:
+def _equal(environment: ShapeEnv) -> _Equal:
     """Symbols that the guards so far or runtime asserts equate with an expression, which torch does not always
-    substitute."""
+    substitute; and other expressions that they equate with a symbol or a number."""
     asserts = [check for checks in environment.deferred_runtime_asserts.values() for check in checks]
     count = len(environment.guards), len(asserts)
     known, found = _EQUAL.get(environment, ((0, 0), {}))
@@ -62,14 +64,32 @@ def _equal_symbols(environment: ShapeEnv) -> _Equal:
 
 
 def _with_equation(equation: sympy.Eq, environment: ShapeEnv, found: _Equal) -> _Equal:
-    """What is known with one more equation, solved for its last symbol whose factor is 1 or -1."""
-    difference = sympy.expand(environment.replace(equation.lhs - equation.rhs).xreplace(found))
+    """What is known with one more equation, solved for its last symbol whose factor is 1 or -1; if there is none, as
+    in `a // 2 * 2 == a`, for a side of it, if the other one is a symbol or a number."""
+    left, right = (_replaced(environment.replace(side), found) for side in (equation.lhs, equation.rhs))
+    difference = sympy.expand(left - right)
     for symbol in sorted(difference.free_symbols, key=str, reverse=True):
         factor = difference.coeff(symbol)
         solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
         if symbol not in solution.free_symbols:
-            return {known: value.xreplace({symbol: solution}) for known, value in found.items()} | {symbol: solution}
+            return _with(symbol, solution, found)
+    for whole, of in ((left, right), (right, left)):
+        if not whole.is_Atom and of.is_Atom:
+            return _with(whole, of, found)
     return found
+
+
+def _with(one: sympy.Expr, other: sympy.Expr, found: _Equal) -> _Equal:
+    return {known: value.xreplace({one: other}) for known, value in found.items()} | {one: other}
+
+
+def _replaced(expression: sympy.Expr, equal: _Equal) -> sympy.Expr:
+    """The expression with what is known to be equal in the place of its parts."""
+    for _ in range(_PASSES):
+        before, expression = expression, expression.xreplace(equal)
+        if expression == before:
+            break
+    return expression
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 import mla_compile
 from tests.errors import assert_as_close_as_eager
 
-N, P, R, V, L = 4, 8, 4, 8, 16
+N, P, R, V, L = 4, 8, 6, 8, 16
 
 
 def attend(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:
@@ -27,6 +27,36 @@ def test_the_scale_follows_from_a_guard_on_the_width() -> None:
         expected = attend(*(t.double() for t in given))
         assert_as_close_as_eager(compiled(*given), attend(*given), expected)
     assert [site.path for report in mla_compile.reports() for site in report.sites] == ["absorbed"]
+
+
+def roped(x: Tensor) -> Tensor:
+    """A rope as DeepSeek-V2's own code writes it: pairs are taken apart first, by views of half of a width."""
+    batch, heads, tokens, width = x.shape
+    x = x.view(batch, heads, tokens, width // 2, 2).transpose(4, 3).reshape(batch, heads, tokens, width)
+    angles = torch.arange(tokens)[:, None] * torch.arange(1, R + 1).to(x.dtype)
+    half = x.shape[-1] // 2
+    return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
+
+
+def attend_by_two_products(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> Tensor:
+    k, v = F.linear(latent, weight).unflatten(-1, (N, P + V)).transpose(1, 2).split([P, V], -1)
+    scores = q @ k.mT + roped(q_rope) @ roped(k_rope[:, None]).mT
+    return (scores * (P + R) ** -0.5).softmax(-1) @ v
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_a_rope_of_a_width_that_a_guard_knows() -> None:
+    """Once pairs are taken apart, torch has the width as `w // 2 * (w // (w // 2))`, and a guard on each of the two."""
+    torch.manual_seed(0)
+    compiled = torch.compile(attend_by_two_products, backend="mla", dynamic=True)
+    weight = torch.randn(N * (P + V), L)
+    for queries, keys in ((5, 24), (7, 40)):
+        q, latents = torch.randn(2, queries, N, P + R).transpose(1, 2), torch.randn(2, keys, L + R)
+        given = *q.split([P, R], -1), *latents.split([L, R], -1), weight
+        expected = attend_by_two_products(*(t.double() for t in given))
+        assert_as_close_as_eager(compiled(*given), attend_by_two_products(*given), expected)
+    (site,) = (site for report in mla_compile.reports() for site in report.sites)
+    assert (site.path, site.mask, site.shapes["R"]) == ("absorbed", "none", str(R))
 
 
 @pytest.mark.usefixtures("without_codegen")

@@ -52,6 +52,37 @@ def test_one_of_two_equations_may_not_hold():
     assert len({size_of(size) for size in (a, b, c)}) == 3
 
 
+def in_halves(size):
+    return size // 2 * (size // (size // 2))
+
+
+def test_an_expression_that_a_guard_compares_with_a_size_is_that_size():
+    a, b, c = three_sizes()
+    for equal in (in_halves(a) == a, in_halves(b) == b, in_halves(a) == in_halves(b)):
+        assert equal  # a guard
+    assert same(size_of(in_halves(a)), size_of(a))
+    assert same(size_of(a), size_of(b))
+    assert not same(size_of(in_halves(c)), size_of(c))
+    assert in_halves(b) == 8  # a guard
+    assert [size_of(size) for size in (a, b, in_halves(a))] == [8, 8, 8]
+    assert not same(size_of(c), 8)
+
+
+def test_an_expression_is_known_where_its_symbols_are_not():
+    a, b, _ = three_sizes()
+    assert a // 3 == 2  # a guard, which holds for 6, 7 and 8
+    assert size_of(a // 3) == 2
+    assert same(size_of(a // 3 * b), size_of(b + b))
+    for size in (a, a // 2, (a + 1) // 3, b // 3):
+        assert size_of(size) == size.node.expr
+
+
+def test_an_expression_that_may_be_a_size_is_another():
+    a, b, _ = three_sizes()
+    assert sym_or(a // 3 == 2, a // 3 == b)  # a guard
+    assert size_of(a // 3) == (a // 3).node.expr
+
+
 @pytest.fixture
 def sizes():
     module = capture(torch.neg, torch.zeros(5, 7), symbolic=[[0, 1]])
