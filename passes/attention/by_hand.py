@@ -18,7 +18,7 @@ from ..algebra.sizes import Size, Unaligned, product
 from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
 from ..code.reading import nodes_of
 from ..nodes.arguments import arguments, aten, is_tensor
-from ..nodes.refusal import Refusal
+from ..nodes.refusal import Refusal, from_another_graph
 from ..nodes.source import where
 from ..trace.parts import SPLITS, UNBINDS
 from ..trace.trace import Trace
@@ -31,7 +31,7 @@ from .softmax import Weights
 from .some_rows import in_rows, is_of_some_rows
 from .summands import Factor, Mask, Number, Sink, Summand
 from .told import told
-from .within import products_within
+from .within import inputs_within, products_within
 from .zeroed import only_seen, set_to_zero
 
 _PARTS = SPLITS | UNBINDS
@@ -236,8 +236,12 @@ def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trac
     """The products of which scores are a function, whatever it is. Raises Refusal if there are none."""
     if products := products_within(weights.scores, keys, trace):
         return products
-    reason = f"expected scores that are a sum of products, found {where(weights.scores)}"
-    raise Refusal(node, reason + trace.because(trace[weights.scores].term), stopped=weights.scores)
+    reason = "expected scores that are a sum of products, found "
+    if given := inputs_within(weights.scores, trace):
+        remedy = from_another_graph("the product of queries and keys")
+        raise Refusal(node, reason + " and ".join(map(where, given)), remedy, stopped=given[0])
+    because = trace.because(trace[weights.scores].term)
+    raise Refusal(node, reason + where(weights.scores) + because, stopped=weights.scores)
 
 
 def _other_reader(weights: Weights, output: fx.Node, trace: Trace, *, of_some_rows: bool) -> fx.Node | None:

@@ -2,6 +2,8 @@
 
 softmax(50 * tanh(q k^T / 50))              one, `q k^T`
 softmax(baddbmm(mask, q, k^T))              one, and what was added to it in the same op
+
+Where there are none, the graph may be given the scores, as behind a graph break.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..algebra.sizes import same
+from ..algebra.sizes import Size, product, same
 from ..algebra.terms import Form, Product, Sum, Unread
 from ..nodes.arguments import argument, arguments, aten, is_elementwise, is_tensor
+from ..nodes.walk import walk
 from ..trace.trace import Trace
 from .scores import KeyRange, labels_through
 from .summands import Summand
@@ -50,6 +53,24 @@ def products_within(node: fx.Node, keys: KeyRange, trace: Trace) -> list[Summand
             values = [p for p in arguments(source)[0] if same(trace[p].shape[along], keys.size)]
             pending += [(piece, through) for piece in values[:1]]
     return list(found.values())
+
+
+def inputs_within(scores: fx.Node, trace: Trace) -> list[fx.Node]:
+    """The inputs of the graph of which a score tensor is an elementwise function, those with a number for each score.
+
+    Empty if it is also a function of such numbers that the graph computes in another way.
+    """
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        source = trace.source(node) or node
+        return [of for of in source.all_input_nodes if is_tensor(of)] if is_elementwise(source) else []
+
+    def numbers(node: fx.Node) -> Size:
+        return product(axis.size for axis in trace[node].term.axes)
+
+    ends = [node for node in walk([scores], operands) if not operands(node) and same(numbers(node), numbers(scores))]
+    sources = [trace.source(node) or node for node in ends if node.meta["val"].is_floating_point()]
+    return sources if all(source.op == "placeholder" for source in sources) else []
 
 
 def _is_of_keys(form: Form, labels: tuple[int, ...], keys: KeyRange) -> bool:

@@ -13,7 +13,7 @@ from ..attention.attention import Attention
 from ..attention.pieces import WRITES
 from ..nodes.arguments import RESHAPES, arguments, is_elementwise, is_tensor, takes_tensors
 from ..nodes.constants import constant_of
-from ..nodes.refusal import Refusal
+from ..nodes.refusal import Refusal, from_another_graph
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .in_few_bits import REMEDY, product_in_few_bits
@@ -29,11 +29,6 @@ _SEAM = (
 )
 _PIECES = "join the latents, as a whole each and over the same batch, and up-project them together"
 _ADDENDS = "let all that is added up be up-projections of latents, or the same for all keys"
-_OTHER_GRAPH = (
-    "bring the up-projection into the graph of the attention, which is given its result here (TORCH_LOGS=graph_breaks "
-    "shows what separates them; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
-    "torch.cond and bodies of loops are graphs of their own)"
-)
 
 
 def stored_expanded(attention: Attention, trace: Trace) -> Refusal | None:
@@ -83,7 +78,7 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
             found, remedy = coded, REMEDY
         reason = f"expected values that are an up-projection of a latent, found {found}"
         if stop is not None and stop.op == "placeholder":
-            remedy = _OTHER_GRAPH
+            remedy = from_another_graph("the up-projection")
         return Refusal(node, reason, remedy, stop)
     over = set(attention.keys)
     for term in keys:

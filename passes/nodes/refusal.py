@@ -24,3 +24,12 @@ class Refusal(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}, at {where(self.node)}"
+
+
+def from_another_graph(what: str) -> str:
+    """The remedy where a graph is given the result of something that would have to be in it."""
+    return (
+        f"bring {what} into the graph of the attention, which is given its result here (TORCH_LOGS=graph_breaks "
+        "shows what separates them; modules of torch.ao.quantization and accelerate's hooks break graphs; branches of "
+        "torch.cond and bodies of loops are graphs of their own)"
+    )

@@ -185,6 +185,36 @@ def test_weights_and_values_that_do_not_factor_alike_are_refused() -> None:
     assert "attention weights and values to keep its axes" in text
 
 
+GIVEN: dict[str, tuple[Function, str]] = {
+    "as they are": (lambda s, k, v, mask: s, "`s_1` (placeholder)"),
+    "with a mask": (lambda s, k, v, mask: mask + s.clone() * 0.5, "`s_1` (placeholder)"),
+    "with a bool mask": (
+        lambda s, k, v, mask: s.masked_fill(mask.expand(s.shape) > 0, -torch.inf),
+        "`s_1` (placeholder)",
+    ),
+    "in another order": (lambda s, k, v, mask: s.transpose(0, 1).tanh().transpose(0, 1), "`s_1` (placeholder)"),
+    "as two tensors": (
+        lambda s, k, v, mask: s + v[..., :1].mT * s.exp() + k,
+        "`k_1` (placeholder) and `s_1` (placeholder)",
+    ),
+    "and computed too": (lambda s, k, v, mask: s + s.cumsum(-1), "`add` (add.Tensor)"),
+    "as sums of what queries and keys have": (lambda s, k, v, mask: v[..., :1].mT + s[..., :1], "`add` (add.Tensor)"),
+}
+"""Scores of which the graph has no product, and what is found instead of it."""
+
+
+@pytest.mark.parametrize(("scores", "where"), GIVEN.values(), ids=GIVEN)
+def test_scores_that_a_graph_is_given_are_named_as_its_input(scores: Function, where: str) -> None:
+    def function(s: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scores(s, k, v, mask).softmax(-1) @ v
+
+    given = torch.zeros(B, N, SQ, T), torch.zeros(B, N, SQ, T), torch.zeros(B, N, T, V), torch.zeros(SQ, T)
+    (only,) = found(function, *given)
+    assert isinstance(only, Refusal)
+    assert only.reason == f"expected scores that are a sum of products, found {where}"
+    assert only.remedy.startswith("bring the product of queries and keys into the graph") == ("placeholder" in where)
+
+
 def test_a_graph_without_attention_has_none() -> None:
     assert found(lambda q, k, v: q @ k.mT @ v) == []
     assert found(lambda q, k, v: (q @ k.mT).softmax(-1)) == []
