@@ -27,7 +27,7 @@ from ..two_latents import latents_of
 from ..visibility import KeyPositions, Visibility, reads_values, split, take
 from .arguments import ExpandedAttention, Expansion
 
-_HEADS = 16
+HEADS = 16
 """Heads at a time. Bounds the workspace of a model with 128 heads; the weights of 16 heads are a few MB in float32."""
 _MASKED_QUERIES = 256
 """Queries at a time under a mask. Tiles that the mask hides entirely are skipped, so they should be small."""
@@ -48,6 +48,13 @@ class Keys:
     nope: Tensor
     rope: Tensor
     v: Tensor
+
+
+class Expands(Protocol):
+    """What makes keys and values of latents."""
+
+    def expand(self, latent: Tensor, ropes: Tensor) -> Keys:
+        """Those of latents `[C, L]`, beside rope keys `[C, 1 or H, R]`."""
 
 
 class Arithmetic(Protocol):
@@ -104,21 +111,25 @@ def attend_sequence(
     Goes through the heads in groups. q `[Sq, N, P + R]` and a floating mask are as `leveled` returns them; weights,
     scale and workspace are the bundle's.
     """
-    for start in range(0, q.shape[1], _HEADS):
-        group = slice(start, start + _HEADS)
-        mask = visibility.mask
-        if mask is not None and mask.shape[1] != 1:
-            mask = mask[:, group]
-        _attend_heads(
+    for start in range(0, q.shape[1], HEADS):
+        group = slice(start, start + HEADS)
+        w_uk, w_uv = (w[group].to(arithmetic.dtype) for w in (x.w_uk, x.w_uv))
+        attend_heads(
             q[:, group].transpose(0, 1),
             partial(load, group),
-            (x.w_uk[group], x.w_uv[group]),
-            replace(visibility, mask=mask),
+            partial(Workspace, w_uk, w_uv),
+            of_heads(visibility, group),
             x.scale,
             x.workspace_tokens,
             arithmetic,
             out=(out[0][:, group].transpose(0, 1), out[1][:, group].transpose(0, 1)),
         )
+
+
+def of_heads(visibility: Visibility, heads: slice) -> Visibility:
+    """What the queries of some heads may attend to."""
+    mask = visibility.mask
+    return visibility if mask is None or mask.shape[1] == 1 else replace(visibility, mask=mask[:, heads])
 
 
 def masked_tiles(
@@ -156,10 +167,10 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
     return lost, peak.masked_fill(~lost, 0.0)
 
 
-def _attend_heads(
+def attend_heads(
     q: Tensor,
     load: Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]],
-    weights: tuple[Tensor, Tensor],
+    expansion: Callable[[int], Expands],
     visibility: Visibility,
     scale: float,
     workspace_tokens: int,
@@ -168,9 +179,8 @@ def _attend_heads(
 ) -> None:
     """Fill `out`, o `[H, Sq, V]` (zeros at first) and lse `[H, Sq]`.
 
-    q `[H, Sq, P + R]`, weights `[H, P, L]` and `[H, V, L]`.
+    q `[H, Sq, P + R]`; `expansion` is given the most tokens of a chunk.
     """
-    w_uk, w_uv = (w.to(arithmetic.dtype) for w in weights)
     dtype = torch.promote_types(q.dtype, torch.float32)
     query_count = q.shape[1]
     q = q.to(arithmetic.queries)
@@ -179,7 +189,7 @@ def _attend_heads(
     o = out[0] if out[0].dtype == dtype else out[0].new_zeros(out[0].shape, dtype=dtype)
     lse = o.new_full(q.shape[:2], -torch.inf)
     positions = visibility.keys(range(query_count))
-    workspace = Workspace(w_uk, w_uv, min(workspace_tokens, len(positions)))
+    workspace = expansion(min(workspace_tokens, len(positions)))
     for chunk in _chunks(visibility, positions, workspace_tokens):
         latent, ropes = load(chunk, arithmetic.dtype)
         blanks = visibility.blanks(range(query_count), chunk)

@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
+constexpr int64_t SOME_COLUMNS = 16;  // of the output of a panel, a block of which stays in the first-level cache
 constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // at most so many panels per task, at least so many tasks
 
 struct Problem {
@@ -80,13 +81,16 @@ void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
 }
 
 void store_panel(const Problem& p, int64_t head, const Rows& of) {
-  for (int64_t row = 0; row < of.count; ++row) {
-    const float total = of.total.data()[row];
-    float* o = p.o + head * p.o_head + (of.first + row) * p.o_row;
-    const float divisor = total == 0.0f ? 1.0f : total;  // 0 if no key was seen
-    for (int64_t c = 0; c < p.value; ++c) o[c] = of.o.data()[c * PANEL + row] / divisor;
-    p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(total);
-  }
+  for (int64_t begin = 0; begin < p.value; begin += SOME_COLUMNS)
+    for (int64_t row = 0; row < of.count; ++row) {
+      const float total = of.total.data()[row];
+      float* o = p.o + head * p.o_head + (of.first + row) * p.o_row;
+      const float divisor = total == 0.0f ? 1.0f : total;  // 0 if no key was seen
+      const int64_t end = std::min(begin + SOME_COLUMNS, p.value);
+      for (int64_t c = begin; c < end; ++c) o[c] = of.o.data()[c * PANEL + row] / divisor;
+    }
+  for (int64_t row = 0; row < of.count; ++row)
+    p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(of.total.data()[row]);
 }
 
 void add_bias(const Problem& p, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t count, float* scores) {

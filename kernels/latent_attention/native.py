@@ -2,8 +2,9 @@
 
 In compiled graphs, `dispatcher/latent_attention.h` does the same without this Python code.
 
-With 16 or 128 rows, the matrix products of `aten.py` are thin and far from what a core can do. Everything else goes to
-`aten.py`: float64, many rows, keys that are not a range, no C++ compiler.
+With 16 or 128 rows, the matrix products of `aten.py` are thin and far from what a core can do. Many queries go to
+`many_queries.py`, if it is faster, and everything else to `aten.py`: float64, many rows, keys that are not a range, no
+C++ compiler.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..visibility import Visibility, positions, take
 from .arguments import LatentAttention
 from .aten import attend as attend_with_aten
 from .cached import KERNELS, MOST_ROWS, Cached, attend
+from .many_queries import are_many, attend_many
 
 Span = tuple[range, Visibility, range]
 """Sequences, what their queries see, and the keys to load for them."""
@@ -25,6 +27,8 @@ Span = tuple[range, Visibility, range]
 def attend_on_cpu(x: LatentAttention) -> tuple[Tensor, Tensor]:
     """o and lse."""
     q_latent, latent, k_rope = x.q_latent, x.latent, x.k_rope
+    if are_many(x):
+        return attend_many(x)
     kernel = None
     if 0 < q_latent.shape[1] * q_latent.shape[2] <= MOST_ROWS and _cached(latent, k_rope).readable():
         kernel = KERNELS.of(q_latent.dtype, latent.dtype, k_rope.dtype)

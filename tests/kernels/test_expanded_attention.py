@@ -129,7 +129,7 @@ def test_tiles_of_queries_and_heads(monkeypatch, mask):
     monkeypatch.setattr(aten, "_QUERIES", 16)
     monkeypatch.setattr(chunks, "_MASKED_QUERIES", 8)
     monkeypatch.setattr(aten, "_TRIANGLE", 4)
-    monkeypatch.setattr(chunks, "_HEADS", 2)
+    monkeypatch.setattr(chunks, "HEADS", 2)
     sizes = (2, 41, 70, 3, 11, 7, 5, 9)
     assert_right(make_inputs(sizes), case_of(sizes, mask), workspace_tokens=32)
 

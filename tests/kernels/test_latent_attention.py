@@ -102,11 +102,39 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
     assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
+# Queries that fill no panel, several with a rest, and more heads than are taken at a time.
+MANY = {
+    "one panel": (2, 32, 40, 3, 24, 8, 4, 8),
+    "panels and a rest": (1, 83, 300, 4, 33, 8, 7, 8),
+    "more heads than at a time": (1, 33, 131, 19, 16, 8, 8, 8),
+    "no rope, more keys than at a time": (1, 40, 4200, 2, 18, 8, 0, 8),
+    "fewer queries than a panel": (1, 31, 90, 3, 24, 8, 4, 8),
+}
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", MANY.values(), ids=MANY)
+def test_many_queries_in_half_precision(sizes, mask, dtype):
+    assert_right_in_half(sizes, mask, dtype)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the CPU multiplies no pairs of bfloat16")
+def test_many_queries_in_bfloat16_take_no_float32_products(monkeypatch):
+    x = make_inputs((1, 40, 90, 3, 24, 8, 4, 8), torch.bfloat16)
+    monkeypatch.setattr(native, "attend_with_aten", None)
+    latent_attention(*x.absorbed, None, 50, x.scale)
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, mask):
-    sizes = (2, 3, 130, 4, 64, 16, 8, 16)
+    assert_right_in_half((2, 3, 130, 4, 64, 16, 8, 16), mask, dtype)
+
+
+def assert_right_in_half(sizes, mask, dtype):
     x = make_inputs(sizes, dtype)
     case, arguments = case_of(sizes, mask, dtype), x.absorbed
     o, lse = latent_attention(*arguments, *case, x.scale)
@@ -158,11 +186,11 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize(("queries", "dtype"), [(1, torch.float32), (4, torch.float32), (40, torch.bfloat16)])
 @pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
-def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, implementation, written, queries):
+def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, implementation, written, queries, dtype):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
-    assert_unseen_keys_may_hold_nan(written, queries)
+    assert_unseen_keys_may_hold_nan(written, queries, dtype)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -175,8 +203,8 @@ def test_keys_that_no_query_sees_may_hold_nan_where_mask_values_are_not_read(
     assert_unseen_keys_may_hold_nan(written, queries)
 
 
-def assert_unseen_keys_may_hold_nan(written, queries):
-    x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8))
+def assert_unseen_keys_may_hold_nan(written, queries, dtype=torch.float32):
+    x = make_inputs((2, queries, 90, 4, 24, 8, 8, 8), dtype)
     mask = (written & (torch.rand(2, 1, queries, 90) < 0.7)) | (torch.arange(90) == written.nonzero()[0])
     unseen = ~mask.any(2)[:, 0]
     arguments = x.absorbed
