@@ -137,8 +137,9 @@ def _narrower(site: Site, best: Site) -> bool:
 def _mixes_tokens(site: Site) -> bool:
     """Whether the latent has a column for each token and one weight for all heads: rather than a projection of each
     token, values are sums of what several tokens have, which are the latents then."""
-    of_heads = bool(site.key_heads or site.value_heads)
-    return not of_heads and any(same(axis.size, key.size) for axis in site.rank for key in site.attention.keys)
+    if site.absorbed_by_hand or site.key_heads or site.value_heads:
+        return False
+    return any(same(axis.size, key.size) for axis in site.rank for key in site.attention.keys)
 
 
 def _width(site: Site) -> Size:

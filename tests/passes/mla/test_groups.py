@@ -275,6 +275,20 @@ def test_latents_that_tokens_of_a_sequence_mix_are_of_one_attention(
         assert outcome.shapes["L"] == str(L)
 
 
+@pytest.mark.parametrize("tokens", [T, L])
+def test_latents_that_each_token_is_projected_to_are_latents_however_many_tokens_there_are(
+    tokens: int,
+) -> None:
+    def projected(q: Tensor, x: Tensor, down: Tensor, w_uv: Tensor) -> Tensor:
+        c = (x @ down)[:, None]
+        return (q @ c.mT * SCALE).softmax(-1) @ c @ w_uv.mT
+
+    shapes = (B, HEADS, SQ, L), (B, tokens, L + 5), (L + 5, L), (HEADS, V, L)
+    for _, _, (outcome,) in compiled(projected, [torch.randn(shape, dtype=torch.float64) for shape in shapes]):
+        assert outcome.path == "absorbed"
+        assert outcome.shapes["L"] == str(L)
+
+
 def knorm(k: Tensor) -> Tensor:
     return F.rms_norm(k, k.shape[-1:])
 
