@@ -29,6 +29,7 @@ def split_loops_evenly() -> None:
         whole: list[Any] = split(self, nodes) if all(map(_is_even, nodes)) else nodes
         return whole
 
+    # Inductor has no setting for this, nor a hook.
     CppScheduling.try_loop_split = split_evenly  # type: ignore[method-assign]
 
 
