@@ -2,6 +2,8 @@
 
 import csv
 import functools
+import json
+from dataclasses import asdict
 from io import StringIO
 
 import pytest
@@ -187,13 +189,19 @@ def on_the_cpu(monkeypatch):
 
 def test_the_command(on_the_cpu, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    table, figure = tmp_path / "table.csv", tmp_path / "figure.png"
+    table, everything, figure = tmp_path / "table.csv", tmp_path / "all.json", tmp_path / "figure.png"
     grid_of = ["--kernels", "decode", "prefill", "--batches", "1", "2", "--contexts", "64", "128", "--prefill", "64"]
     rest = ["--heads", "2", "--queries", "1", "2", "--dtypes", "bf16", "--peers", "by-hand", "sdpa", "vllm"]
-    assert main(["bench", "--device", "cuda", *grid_of, *rest, "--csv", str(table), "--plot", str(figure)]) == 0
+    files = ["--csv", str(table), "--json", str(everything), "--plot", str(figure)]
+    assert main(["bench", "--device", "cuda", *grid_of, *rest, *files]) == 0
     found = list(csv.DictReader(StringIO(table.read_text())))
     assert len(found) == (2 * 2 * 2 + 1) * 2  # and nothing of vLLM, which is not here
     assert {row["status"] for row in found} == {"ok"}
+    written = json.loads(everything.read_text())
+    assert written["device"] == asdict(DEVICE)
+    assert [(row["kind"], row["T"], row["peer"]) for row in written["rows"]] == [
+        (row["kind"], int(row["T"]), row["peer"]) for row in found
+    ]
     assert figure.stat().st_size > 10_000
     assert "a GPU: copy" in capsys.readouterr().out
     others = Case("decode", 1, 1, 64, 4), Case("decode", 1, 2, 64, 2), Case("sparse", 1, 1, 64, 2)

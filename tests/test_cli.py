@@ -62,9 +62,6 @@ def test_bench_passes_its_arguments_on(calls):
 def test_bench_takes_a_dtype(calls, capsys):
     assert cli.main(["bench", "--dtype", "bfloat16", "--contexts", "8", "--prefill", "--modes", "eager"]) == 0
     assert "GB/s, bfloat16, best of this run" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["bench", "--dtype", "bfloat16", "--device", "cuda"])
-    assert "expected --dtype" in capsys.readouterr().err
 
 
 def test_bench_writes_what_it_is_asked_for(calls, tmp_path, capsys):

@@ -3,11 +3,12 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_compile.bench.flags import GENERATION, KERNELS, KINDS, LAYER, PEERS, QUICK_KERNELS, TRAINING
 from mla_compile.bench.generation.caches import CACHES
 from mla_compile.bench.generation.models import MODELS
 from mla_compile.bench.layers import LAYERS
@@ -16,11 +17,10 @@ from mla_compile.optional_packages import require
 from mla_compile.parsing import figure, file, positive
 
 if TYPE_CHECKING:
+    from mla_compile.bench.kernel_cases import Case
     from mla_compile.bench.workloads import Workload
     from mla_compile.cost import Device
 
-KINDS = ("decode", "sparse", "prefill", "train")
-PEERS = ("mla", "mla-default", "sdpa", "flex", "inductor", "by-hand", "flashmla", "flashinfer", "vllm", "sglang")
 ALONE = "mla-gluon"
 """One of our own peers, which runs only if it is named: where it is used, it is what `mla-default` is."""
 
@@ -34,12 +34,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "alternate; with --model, `generate` of a whole model; with --device cuda, the attention kernels alone, in "
         "bf16 and FP8. A time is reported only for outputs that agree with float64.",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--layer", choices=LAYERS, default="v2-lite")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cpu (default) or cuda")
+    parser.add_argument("--layer", choices=LAYERS, help="dims and code of that model (default: v2-lite)")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        default="float32",
         help="dtype of weights, cache and hidden states on the CPU (default: float32)",
     )
     parser.add_argument(
@@ -48,18 +47,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         nargs="*",
         metavar="TOKENS",
         help="time decoding with this many tokens in the cache (default: 1024 4096 16384 32768; "
-        "on a GPU 1024 8192 32768 131072)",
+        "with --model from 4096 on; on a GPU 1024 8192 32768 131072)",
     )
     parser.add_argument(
         "--prefill",
         type=positive,
         nargs="*",
         metavar="TOKENS",
-        help="time the prefill of prompts of this many tokens (default: 1024 4096; on a GPU also 16384)",
+        help="time the prefill of prompts of this many tokens (default: 1024 4096; with --model 1024 8192; "
+        "on a GPU also 16384)",
     )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
-    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
-    parser.add_argument("--repeats", type=positive, default=10, help="timed calls of each mode (default: 10)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--cache", choices=["dynamic", "static"], help="the cache of a layer (default: dynamic)")
+    parser.add_argument("--repeats", type=positive, help="timed calls of each mode (default: 10)")
     parser.add_argument("--threads", type=positive, help="number of CPU threads (default: torch's)")
     parser.add_argument(
         "--train",
@@ -82,7 +82,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="write a row for each mode and workload; on a GPU, as soon as it is measured",
     )
-    parser.add_argument("--json", type=file, metavar="FILE", help="write everything that was measured")
+    parser.add_argument(
+        "--json", type=file, metavar="FILE", help="write everything that was measured; on a GPU, as soon as it is"
+    )
     parser.add_argument(
         "--plot",
         type=figure,
@@ -101,44 +103,39 @@ def _describe_generation(model: Any) -> None:
     model.add_argument(
         "--layers",
         type=positive,
-        default=4,
         help="layers of that model, whose vocabulary is reduced in proportion (default: 4)",
     )
-    model.add_argument(
-        "--caches", nargs="+", choices=CACHES, default=list(CACHES), metavar="CACHE", help=", ".join(CACHES)
-    )
+    model.add_argument("--caches", nargs="+", choices=CACHES, metavar="CACHE", help=", ".join(CACHES))
     model.add_argument(
         "--vllm",
         action="store_true",
+        default=None,
         help="measure vLLM's engine too, if installed: with its own attention for CPUs, and with this package's",
     )
 
 
 def _describe_kernels(gpu: Any) -> None:
-    gpu.add_argument(
-        "--kernels", nargs="+", choices=KINDS, default=list(KINDS), metavar="KERNEL", help=", ".join(KINDS)
-    )
-    gpu.add_argument("--heads", type=positive, nargs="+", default=[16, 128], metavar="N")
-    gpu.add_argument("--queries", type=positive, nargs="+", default=[1, 2, 4], metavar="SQ")
-    gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"], metavar="DTYPE")
-    gpu.add_argument(
-        "--peers", nargs="+", choices=[*PEERS, ALONE], default=list(PEERS), metavar="PEER", help=", ".join(PEERS)
-    )
+    gpu.add_argument("--kernels", nargs="+", choices=KINDS, metavar="KERNEL", help=", ".join(KINDS))
+    gpu.add_argument("--heads", type=positive, nargs="+", metavar="N", help="(default: 16 128)")
+    gpu.add_argument("--queries", type=positive, nargs="+", metavar="SQ", help="of decode (default: 1 2 4)")
+    gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], metavar="DTYPE", help="bf16, fp8")
+    gpu.add_argument("--peers", nargs="+", choices=[*PEERS, ALONE], metavar="PEER", help=", ".join(PEERS))
     gpu.add_argument(
         "--quick",
         action="store_true",
+        default=None,
         help="only those of 13 selected cases that have these kernels, heads, queries and dtypes",
     )
     gpu.add_argument(
         "--workspace-tokens",
         type=positive,
-        default=1024,
         metavar="N",
         help="workspace_tokens of this project's prefill and train (default: 1024)",
     )
     gpu.add_argument(
         "--max-autotune",
         action="store_true",
+        default=None,
         help="time several tile sizes of this project's kernels and take the fastest",
     )
 
@@ -146,16 +143,21 @@ def _describe_kernels(gpu: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the files, print the table. Returns 1 if a mode gave a wrong output or failed, else 0."""
     if arguments.device == "cuda":
-        return _run_kernels(arguments)
+        return _run_kernels((QUICK_KERNELS if arguments.quick else KERNELS).of(arguments))
     if arguments.model is not None:
-        return _run_generation(arguments)
+        return _run_generation(GENERATION.of(arguments))
     if arguments.train is not None:
-        return _run_training(arguments)
+        return _run_training(TRAINING.of(arguments))
+    return _run_layer(LAYER.of(arguments))
+
+
+def _run_layer(arguments: argparse.Namespace) -> int:
+    """As `run`, for one layer on the CPU."""
     from mla_compile.bench import run as benchmark_run
     from mla_compile.bench import table
     from mla_compile.bench.plot import plot
 
-    workloads = _workloads(arguments, [1024, 4096, 16384, 32768], [1024, 4096])
+    workloads = _workloads(arguments)
     if not workloads:
         arguments.parser.error("expected at least one of --contexts and --prefill with a number of tokens")
     _prepare(arguments)
@@ -169,13 +171,10 @@ def run(arguments: argparse.Namespace) -> int:
     return _written(arguments, benchmark, table, plot)
 
 
-def _workloads(arguments: argparse.Namespace, contexts: list[int], prompts: list[int]) -> "list[Workload]":
-    """The requested workloads; by default, decode with `contexts` and prefill of `prompts`."""
+def _workloads(arguments: argparse.Namespace) -> "list[Workload]":
     from mla_compile.bench.workloads import Workload
 
-    contexts = contexts if arguments.contexts is None else arguments.contexts
-    prompts = prompts if arguments.prefill is None else arguments.prefill
-    return [Workload("decode", n) for n in contexts] + [Workload("prefill", n) for n in prompts]
+    return [Workload("decode", n) for n in arguments.contexts] + [Workload("prefill", n) for n in arguments.prefill]
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -210,8 +209,7 @@ def _run_generation(arguments: argparse.Namespace) -> int:
     from mla_compile.bench.generation.run import run as run_ways
     from mla_compile.bench.generation.ways import ENGINES, WAYS, Batch
 
-    workloads = _workloads(arguments, [4096, 16384, 32768], [1024, 8192])
-    batches = [Batch(size, workload) for size in arguments.batches or [1] for workload in workloads]
+    batches = [Batch(size, workload) for size in arguments.batches for workload in _workloads(arguments)]
     ways = [way for way in WAYS if way.compiler in arguments.modes and way.cache in arguments.caches]
     ways += ENGINES if arguments.vllm else ()
     if not batches or not ways:
@@ -242,8 +240,6 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     """As `run`, for the attention kernels on a GPU."""
     import torch
 
-    if arguments.dtype != "float32":
-        arguments.parser.error(f"--device cuda: expected --dtypes, found --dtype {arguments.dtype}")
     if not torch.cuda.is_available():
         arguments.parser.error(f"--device cuda: expected a GPU that torch sees, found none (torch {torch.__version__})")
     if arguments.plot:
@@ -252,29 +248,13 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     from mla_compile.bench.plot import plot_kernels
     from mla_compile.kernels._common.tuning import tuning
 
-    grid = kernel_run.grid(
-        arguments.kernels,
-        arguments.batches or [1, 16, 64, 256],
-        [1024, 8192, 32768, 131072] if arguments.contexts is None else arguments.contexts,
-        [1024, 4096, 16384] if arguments.prefill is None else arguments.prefill,
-        arguments.heads,
-        arguments.queries,
-        [name == "fp8" for name in arguments.dtypes],
-    )
-    quick = [
-        case
-        for case in kernel_run.QUICK
-        if case.kind in arguments.kernels
-        and case.N in arguments.heads
-        and (case.of_prompts or case.Sq in arguments.queries)
-        and ("fp8" if case.fp8 else "bf16") in arguments.dtypes
-    ]
-    chosen = quick if arguments.quick else grid
-    cases = [replace(case, workspace_tokens=arguments.workspace_tokens) for case in chosen]
+    cases = [replace(case, workspace_tokens=arguments.workspace_tokens) for case in _cases(arguments)]
 
     def write(limits: "Device", results: list[kernel_run.Result]) -> None:
         if arguments.csv and results:  # written as results come, in case the run is cut short
             arguments.csv.write_text(kernel_run.as_csv(limits, results))
+        if arguments.json:
+            arguments.json.write_text(kernel_run.as_json(limits, results))
 
     with tuning() if arguments.max_autotune else contextlib.nullcontext():
         limits, results = kernel_run.run(
@@ -287,3 +267,27 @@ def _run_kernels(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         plot_kernels(limits, results, arguments.plot)
     return _status(results)
+
+
+def _cases(arguments: argparse.Namespace) -> "Iterable[Case]":
+    """The cases that are asked for: of the selected ones with --quick, else all combinations."""
+    from mla_compile.bench import kernel_run
+
+    if not arguments.quick:
+        return kernel_run.grid(
+            arguments.kernels,
+            arguments.batches,
+            arguments.contexts,
+            arguments.prefill,
+            arguments.heads,
+            arguments.queries,
+            [name == "fp8" for name in arguments.dtypes],
+        )
+    return [
+        case
+        for case in kernel_run.QUICK
+        if case.kind in arguments.kernels
+        and case.N in arguments.heads
+        and (case.of_prompts or case.Sq in arguments.queries)
+        and ("fp8" if case.fp8 else "bf16") in arguments.dtypes
+    ]

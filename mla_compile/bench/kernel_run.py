@@ -6,6 +6,7 @@ right are not timed.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -264,3 +265,8 @@ def as_text(device: Device, results: Sequence[Result]) -> str:
 def as_csv(device: Device, results: Sequence[Result]) -> str:
     """The rows as CSV, with a header."""
     return with_header(rows(device, results))
+
+
+def as_json(device: Device, results: Sequence[Result]) -> str:
+    """The device and its limits, and the rows, as JSON."""
+    return json.dumps({"device": asdict(device), "rows": rows(device, results)}, indent=1)
