@@ -105,7 +105,7 @@ class Device:
         for field in ("flops_per_s", "bytes_per_s"):
             if not 0 < getattr(self, field) < float("inf"):
                 raise ValueError(
-                    f"Device {self.name!r}: {field} must be positive and finite, got {getattr(self, field)}"
+                    f"Device {self.name!r}: expected a positive and finite {field}, found {getattr(self, field)}"
                 )
 
 
@@ -151,7 +151,7 @@ def cost_of(multiply_adds: Size, elements: Size, element_size: int) -> Cost:
         ValueError: if `element_size` is less than 1.
     """
     if element_size < 1:
-        raise ValueError(f"element_size must be at least 1 byte, got {element_size}")
+        raise ValueError(f"element_size: expected at least 1 byte, found {element_size}")
     return Cost(sympy.sympify(2 * multiply_adds), sympy.sympify(element_size * elements))
 
 

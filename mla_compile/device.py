@@ -55,7 +55,7 @@ def measured(device: torch.device, dtype: torch.dtype) -> Device:
     Raises ValueError if `dtype` is not a floating dtype of at least two bytes.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, got {dtype}")
+        raise ValueError(f"expected a floating dtype of at least two bytes to measure the device with, found {dtype}")
     name, dtype = _name(device), _multiplied(device, dtype)
     path = _path(name, dtype)
     with FileLock(f"{path}.lock"):

@@ -19,7 +19,7 @@ FIGURES = (".png", ".svg", ".pdf")
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a positive whole number, got {text}")
+        raise ArgumentTypeError(f"expected a positive whole number, found {text}")
     return int(text)
 
 

@@ -86,15 +86,15 @@ def test_threads_are_set(calls, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--contexts", "0"], "expected a positive whole number, got 0"),
+        (["bench", "--contexts", "0"], "expected a positive whole number, found 0"),
         (["bench", "--modes", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--contexts", "--prefill"], "expected at least one of --contexts and --prefill"),
         (["bench", "--plot", "times.xyz"], "expected a file that ends in .png, .svg, .pdf, found 'times.xyz'"),
         (["bench", "--csv", "/nowhere/a.csv"], "expected a file in a folder that exists, found '/nowhere/a.csv'"),
         (["bench", "--plot", "/nowhere/a.svg"], "expected a file in a folder that exists, found '/nowhere/a.svg'"),
         (["inspect", "/nowhere", "--out", __file__], f"expected a folder, found the file '{__file__}'"),
-        (["explain", "/nowhere", "--tokens", "0"], "expected a positive whole number, got 0"),
-        (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive whole number, got -5"),
+        (["explain", "/nowhere", "--tokens", "0"], "expected a positive whole number, found 0"),
+        (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive whole number, found -5"),
         ([], "the following arguments are required: command"),
     ],
 )

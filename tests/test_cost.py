@@ -106,14 +106,14 @@ def test_roofline_is_the_slower_of_compute_and_memory():
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
 def test_device_rates_are_checked(rate):
-    with pytest.raises(ValueError, match="bytes_per_s must be positive and finite"):
+    with pytest.raises(ValueError, match="expected a positive and finite bytes_per_s, found "):
         Device("d", 1.0, rate)
 
 
 def test_workspace_and_element_size_are_checked():
-    with pytest.raises(ValueError, match="workspace_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="workspace_tokens: expected at least 1, found 0"):
         chunked(SMALL, 2, 0)
-    with pytest.raises(ValueError, match="element_size must be at least 1 byte, got 0"):
+    with pytest.raises(ValueError, match="element_size: expected at least 1 byte, found 0"):
         absorbed(SMALL, 0)
 
 

@@ -180,5 +180,5 @@ def test_a_graph_on_meta_compiles():
 
 
 def test_integer_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"at least two bytes to measure the device with, got torch\.int32"):
+    with pytest.raises(ValueError, match=r"at least two bytes to measure the device with, found torch\.int32"):
         measured(CPU, torch.int32)

@@ -195,7 +195,7 @@ def chunked_cost(dims: Dims, element_size: int, workspace_tokens: int, *, causal
     `1 + (T - 1) / workspace_tokens`, which is never less, equal at `k workspace_tokens + 1`, and a polynomial.
     """
     if workspace_tokens < 1:
-        raise ValueError(f"workspace_tokens must be at least 1, got {workspace_tokens}")
+        raise ValueError(f"workspace_tokens: expected at least 1, found {workspace_tokens}")
     d = dims
     workspace = 2 * d.B * d.T * d.N * (d.P + d.V)
     further_chunks = sympy.sympify(d.T - 1) / workspace_tokens
