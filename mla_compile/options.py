@@ -40,7 +40,7 @@ class Options:
     or `off`, which leaves the graph to stock Inductor."""
 
     strict: bool = False
-    """Raise `StrictError` if an attention of the graph is left unchanged."""
+    """Raise `StrictError` if an attention of the graph is left unchanged, or if there is none."""
 
     verify: bool = False
     """Run each rewritten site and its original on the first real inputs, and raise `VerifyError` if they differ."""

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import io
 import re
 import shlex
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from mla_compile import cli, errors
-from mla_compile.options import Options
+from mla_compile.options import MOST_TOKENS, Options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/*.md"))
@@ -108,8 +109,14 @@ def test_the_readme_links_every_page():
 
 def test_every_option_is_documented():
     text = (ROOT / "docs" / "options.md").read_text()
-    named = set(re.findall(r"^\| `mla\.(\w+)` \|", text, re.MULTILINE))
-    assert named == set(Options.__dataclass_fields__)
+    documented = re.findall(r"^\| `mla\.(\w+)` \| `(.*?)` \|", text, re.MULTILINE)
+    assert {name: ast.literal_eval(default) for name, default in documented} == dataclasses.asdict(Options())
+
+
+def test_the_most_tokens_are_documented():
+    text = (ROOT / "docs" / "options.md").read_text()
+    (power,) = re.findall(r"from 1 to `2\*\*(\d+) - 1`", text)
+    assert 2 ** int(power) - 1 == MOST_TOKENS
 
 
 def test_every_exception_is_documented():
