@@ -16,8 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
         help="show which attentions of a model are rewritten, and why",
-        description="Load a causal language model with transformers, compile it, run one prompt and one further token, "
-        "and print the report.",
+        description="Load a causal language model with transformers, rewrite it, run one prompt and one further token, "
+        "and print the report. No code is generated.",
     )
     parser.add_argument("model", help="a model directory or name that AutoModelForCausalLM can load")
     parser.add_argument("--tokens", type=positive, default=16, help="tokens of the prompt (default: 16)")

@@ -1,5 +1,6 @@
 """The documentation is true: its code runs, its commands print what it shows, its reasons are the passes' own."""
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -105,6 +106,16 @@ def anchors(page):
 def test_the_readme_links_every_page():
     readme = README.read_text()
     assert [page.name for page in PAGES if f"(docs/{page.name})" not in readme] == []
+
+
+def test_every_command_is_documented():
+    text = (ROOT / "docs" / "quick-start.md").read_text()
+    section = text.partition("## The commands")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `mla-compile (\w+)", section, re.MULTILINE)
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    for command in cli.COMMANDS:
+        command.add_parser(subparsers)
+    assert named == list(subparsers.choices)
 
 
 def test_every_option_is_documented():
