@@ -174,6 +174,24 @@ def test_every_reason_is_documented_and_occurs_in_the_passes():
     assert [d for d in documented if not any(alike(r, d) for r in reasons)] == []
 
 
+def ways_to_read_keys():
+    """What classes of stored keys, and of exchanges between ranks, say in a report: `words` and `otherwise`."""
+    paths = ROOT / "passes"
+    for path in [*sorted((paths / "caches").glob("*.py")), paths / "paths" / "exchange.py"]:
+        for kind in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
+            for each in kind.body:
+                targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+                if any(isinstance(t, ast.Name) and t.id in ("words", "otherwise") for t in targets):
+                    yield literal(each.value)
+
+
+def test_every_way_to_read_keys_is_documented():
+    text = " ".join((ROOT / "docs" / "reading-a-report.md").read_text().split())
+    words = {way for way in ways_to_read_keys() if way}
+    assert len(words) > 5
+    assert [way for way in words if f"`{way}`" not in text] == []
+
+
 def test_every_note_occurs_in_the_backend():
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     section = text.partition("## Nothing was looked at")[2].partition("\n## ")[0]
