@@ -174,6 +174,23 @@ def test_every_reason_is_documented_and_occurs_in_the_passes():
     assert [d for d in documented if not any(alike(r, d) for r in reasons)] == []
 
 
+def test_the_map_has_every_room_and_every_module_of_kernels():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The map")[2].partition("\n## ")[0]
+    rooms = [*(ROOT / "passes").glob("*/__init__.py"), *(ROOT / "kernels").glob("_common/__init__.py")]
+    modules = [p for folder in ("passes", "kernels") for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"]
+    named = [*(f"`{room.parent.name}/`" for room in rooms), *(f"`{module.name}`" for module in modules)]
+    assert len(named) > 30
+    assert [name for name in named if name not in text] == []
+
+
+def test_every_replacement_in_others_code_is_listed():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    replacing = re.compile(r"mock\.patch|\[method-assign\]|_missing_ = |register_kernels\(")
+    files = [path for path in sorted((ROOT / "mla_compile").rglob("*.py")) if replacing.search(path.read_text())]
+    assert len(files) > 5
+    assert [path.name for path in files if f"](../{path.relative_to(ROOT)})" not in text] == []
+
+
 def ways_to_read_keys():
     """What classes of stored keys, and of exchanges between ranks, say in a report: `words` and `otherwise`."""
     paths = ROOT / "passes"
