@@ -187,6 +187,20 @@ def decide(times: Mapping[str, Times], hints: Mapping[sympy.Symbol, int] = Mappi
     return Decision(path, _inequalities(path, times, hints))
 
 
+def never_negative(expression: sympy.Expr) -> bool:
+    """Whether the expression can be proved non-negative for all values of its symbols from 1 on.
+
+    The proof: as a polynomial in `symbol - 1`, it has no negative coefficients.
+    """
+    symbols = sorted(expression.free_symbols, key=str)
+    if not symbols:
+        return bool(expression >= 0)
+    if not expression.is_polynomial(*symbols):
+        return False
+    shifted = expression.subs([(s, s + 1) for s in symbols], simultaneous=True)
+    return all(coefficient >= 0 for coefficient in sympy.Poly(shifted, *symbols).coeffs())
+
+
 def _at(expression: sympy.Expr, hints: Mapping[sympy.Symbol, int]) -> sympy.Rational:
     missing = expression.free_symbols - set(hints)
     if missing:
@@ -234,7 +248,7 @@ def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Sy
             margins = [_margin(a, times[other], hints) for a in times[path]]
         needed = [m for m in _without_implied(margins) if m.free_symbols]
         polynomials = [_integer_polynomial(m, strict) for m in needed]
-        relations += [_relation(p) for p in polynomials if not _never_negative(p.as_expr())]
+        relations += [_relation(p) for p in polynomials if not never_negative(p.as_expr())]
     # sympy evaluates some relations to true by the symbols' assumptions.
     return tuple(dict.fromkeys(r for r in relations if r is not sympy.true))
 
@@ -242,30 +256,16 @@ def _inequalities(path: str, times: Mapping[str, Times], hints: Mapping[sympy.Sy
 def _margin(time: sympy.Expr, others: Times, hints: Mapping[sympy.Symbol, int]) -> sympy.Expr:
     """The `other - time` that is never negative if there is one, else the largest at the hints."""
     margins = [other - time for other in others]
-    return next((m for m in margins if _never_negative(m)), max(margins, key=lambda m: _at(m, hints)))
-
-
-def _never_negative(expression: sympy.Expr) -> bool:
-    """Whether the expression can be proved non-negative for all values of its symbols from 1 on.
-
-    The proof: as a polynomial in `symbol - 1`, it has no negative coefficients.
-    """
-    symbols = sorted(expression.free_symbols, key=str)
-    if not symbols:
-        return bool(expression >= 0)
-    if not expression.is_polynomial(*symbols):
-        return False
-    shifted = expression.subs([(s, s + 1) for s in symbols], simultaneous=True)
-    return all(coefficient >= 0 for coefficient in sympy.Poly(shifted, *symbols).coeffs())
+    return next((m for m in margins if never_negative(m)), max(margins, key=lambda m: _at(m, hints)))
 
 
 def _without_implied(margins: Sequence[sympy.Expr]) -> list[sympy.Expr]:
     """The margins without those that are never smaller than another one that is kept."""
     kept: list[sympy.Expr] = []
     for margin in margins:
-        if any(_never_negative(margin - other) for other in kept):
+        if any(never_negative(margin - other) for other in kept):
             continue
-        kept = [other for other in kept if not _never_negative(other - margin)] + [margin]
+        kept = [other for other in kept if not never_negative(other - margin)] + [margin]
     return kept
 
 

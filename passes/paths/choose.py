@@ -16,7 +16,7 @@ from sympy.core.relational import Relational
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from mla_compile.cost import Decision, Device, Dims, times_of
+from mla_compile.cost import Decision, Device, Dims, never_negative, times_of
 
 from ..algebra.renaming import Renaming
 from ..algebra.sizes import Size, symbols_in
@@ -312,21 +312,21 @@ def _least_work_of_a_prompt(
 ) -> tuple[Path, ...]:
     """For prompts of any length with no context, only the path that computes least at every length, if there is one.
 
-    The others win by a few bytes where prompts are short, for which a guard would compile the graph twice.
+    The others win by a few bytes where prompts are short, for which a guard would compile the graph twice. A size that
+    is no number, whatever it is made of, counts as any number from 1 on.
     """
     if not symbols_in(sizes["Sq"]) or sympy.expand(sizes["T"] - sizes["Sq"]) != 0:
         return candidates
-    flops = {path: path.cost(Dims(**sizes), element_size, workspace_tokens, None).flops for path in candidates}
+    unknown = {
+        name: sympy.Symbol(name, integer=True, positive=True) if symbols_in(size) else size
+        for name, size in sizes.items()
+    }
+    dims = Dims(**{**unknown, "T": unknown["Sq"]})
+    flops = {path: path.cost(dims, element_size, workspace_tokens, None).flops for path in candidates}
     for path, own in flops.items():
-        if all(_never_negative(other - own) for other in flops.values()):
+        if all(never_negative(other - own) for other in flops.values()):
             return (path,)
     return candidates
-
-
-def _never_negative(difference: sympy.Expr) -> bool:
-    """Whether a polynomial of sizes has no negative coefficient."""
-    terms = sympy.expand(difference).as_coefficients_dict()
-    return all(coefficient >= 0 for coefficient in terms.values())
 
 
 def _holds(condition: Relational, ranges: Ranges) -> bool:
