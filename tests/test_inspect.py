@@ -366,6 +366,14 @@ def test_generated_code_is_kept_also_of_what_was_compiled_before():
     assert entrances(compilation.of(compilation.report.sites[0]))
 
 
+def test_the_compilation_is_afresh_however_often_the_module_was_compiled():
+    """torch no longer compiles code that it has compiled as often as its limit allows."""
+    module = Combined()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for past in (5, 9):
+            assert len(looked_into(module, 1, past)) == 1
+
+
 def test_a_missing_extra_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "depyf", None)
     assert cli.main(["inspect", "model", "--out", str(tmp_path), "--depyf"]) == 2

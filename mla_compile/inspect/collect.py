@@ -22,6 +22,7 @@ from mla_compile.passes.text.proofs import proof_text
 
 from ..backend import mla
 from ..cost import Dims
+from ..dynamo.afresh import compiled_afresh
 from ..graph_log import observed, snapshot
 from ..report import Report, last_report
 from ..rewriting import AFTER, BEFORE
@@ -97,7 +98,7 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
     """Compile `model` afresh, run it once without gradients, and return the compilation of every graph."""
     found: list[Compilation] = []
 
-    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compilation = Compilation(step, graphs={"dynamo": snapshot(module)})
         with observed(compilation), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
             compiled = mla(module, inputs)
@@ -107,8 +108,8 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
         found.append(compilation)
         return compiled
 
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(*args, **kwargs)
+    with torch.no_grad(), compiled_afresh(model, backend) as compiled:
+        compiled(*args, **kwargs)
     for number, compilation in enumerate(found, 1):
         compilation.part = f"graph {number} of {len(found)}" if len(found) > 1 else ""
     return found
