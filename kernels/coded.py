@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..coded import HELD
-from ..coded import dequantised as dequantised_latent
 from ..errors import KernelError
 from ..fp8 import FP8
 from ..int4 import PACKED, unpacked
+from ..scales import scaled_up
 from .checks import check_rank
 
 
@@ -72,4 +72,4 @@ def dequantised(latent: Tensor, rope: Tensor, scales: Tensor | None, dtype: torc
     if scales is None:
         return latent.to(dtype), rope.to(dtype)
     numbers = rope.to(dtype) * scales.to(dtype) if rope.dtype in HELD else rope.to(dtype)
-    return dequantised_latent(unpacked(latent) if is_packed(latent, scales) else latent, scales, dtype), numbers
+    return scaled_up(unpacked(latent) if is_packed(latent, scales) else latent, scales, dtype), numbers

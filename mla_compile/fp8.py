@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .scales import scaled_down
+
 GROUP = 128
 """The number of latent columns that share a scale."""
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 """The largest e4m3fn number, 448, to which the greatest magnitude of a group is scaled."""
-LEAST = 2.0**-100
-"""The lower bound for a group's greatest magnitude, so that no scale is 0."""
 
 
 def groups_of(latent_width: int) -> int:
@@ -31,9 +31,8 @@ def groups_of(latent_width: int) -> int:
 
 def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise latents: `[..., L]` in e4m3fn and scales `[..., G]`, each the greatest magnitude of a group over 448."""
-    grouped = latent.float().unflatten(-1, (groups_of(latent.shape[-1]), -1))
-    scales = grouped.abs().amax(-1).clamp_min(LEAST) / MOST
-    return (grouped / scales[..., None]).flatten(-2).to(FP8), scales
+    numbers, scales = scaled_down(latent, groups_of(latent.shape[-1]), MOST)
+    return numbers.to(FP8), scales
 
 
 def quantised_by(tokens: Tensor, scale: Tensor) -> Tensor:

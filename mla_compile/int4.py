@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .fp8 import LEAST
+from .scales import scaled_down
 
 # torch's stubs lack both.
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
@@ -49,6 +49,5 @@ def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
 
     If a number is not finite, the scale of its group is not either, and so neither is anything that is read back.
     """
-    grouped = latent.float().unflatten(-1, (groups_of(latent.shape[-1]), -1))
-    scales = grouped.abs().amax(-1).clamp_min(LEAST) / MOST
-    return packed((grouped / scales[..., None]).round().flatten(-2).to(torch.int8)), scales
+    numbers, scales = scaled_down(latent, groups_of(latent.shape[-1]), MOST)
+    return packed(numbers.round().to(torch.int8)), scales

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .fp8 import LEAST
+from .scales import scaled_down
 
 INT8 = torch.int8
 MOST = 127
@@ -18,6 +18,5 @@ def quantised(latent: Tensor) -> tuple[Tensor, Tensor]:
 
     If a token is not finite, its scale is not either, and so neither is anything that is read back.
     """
-    wide = latent.float()
-    scales = wide.abs().amax(-1, keepdim=True).clamp_min(LEAST) / MOST
-    return (wide / scales).round().to(INT8), scales
+    numbers, scales = scaled_down(latent, 1, MOST)
+    return numbers.round().to(INT8), scales

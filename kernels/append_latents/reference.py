@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...fp8 import FP8, LEAST, MOST, RowLayout
+from ...fp8 import FP8, MOST, RowLayout
+from ...scales import LEAST
 from ..bundles import unchecked
 from .arguments import AppendLatents
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..coded import dequantised
+from ..scales import scaled_up
 from .pool import PagePool
 
 
@@ -63,7 +63,7 @@ class CodedPagePool(PagePool, ABC):
 
     def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         numbers = self._numbers(layer, place)
-        return dequantised(numbers, self.scales[layer][place], self.dtype), self.ropes[layer][place]
+        return scaled_up(numbers, self.scales[layer][place], self.dtype), self.ropes[layer][place]
 
     def _numbers(self, layer: int, place: tuple[Tensor, ...]) -> Tensor:
         return self.layers[layer][place]

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..coded import dequantised
 from ..errors import CacheMismatchError
 from ..fp8 import FP8, groups_of, quantised, quantised_by
+from ..scales import scaled_up
 from .coded_pool import CodedPagePool
 from .pool import PagePool
 
@@ -78,7 +78,7 @@ class FP8PagePool(CodedPagePool):
     def _get(self, layer: int, place: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         if not self.packed:
             return super()._get(layer, place)
-        tokens = dequantised(self._numbers(layer, place), self.scales[layer], self.dtype)
+        tokens = scaled_up(self._numbers(layer, place), self.scales[layer], self.dtype)
         latent, k_rope = tokens.split([self.latent_width, self.rope_width], dim=-1)
         return latent, k_rope
 

@@ -7,7 +7,8 @@ import mla_compile
 import mla_compile.kernels.register  # registers what `append_latents` does
 from mla_compile import FP8PagePool, PagedLatentCache
 from mla_compile.cache import BlockTable
-from mla_compile.fp8 import FP8, LEAST, MOST, RowLayout
+from mla_compile.fp8 import FP8, MOST, RowLayout
+from mla_compile.scales import LEAST
 
 L, R = 256, 8
 SPACING = 2.0**-3

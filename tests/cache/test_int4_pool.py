@@ -5,8 +5,8 @@ import torch
 
 from mla_compile import CacheMismatchError, INT4PagePool, PagedLatentCache
 from mla_compile.cache import BlockTable
-from mla_compile.fp8 import LEAST
 from mla_compile.int4 import groups_of, packed, unpacked
+from mla_compile.scales import LEAST
 
 L, R = 96, 8
 

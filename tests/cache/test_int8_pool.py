@@ -5,7 +5,7 @@ import torch
 
 from mla_compile import INT8PagePool, PagedLatentCache
 from mla_compile.cache import BlockTable
-from mla_compile.fp8 import LEAST
+from mla_compile.scales import LEAST
 
 L, R = 200, 8
 

@@ -10,9 +10,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from mla_compile.cache import BlockTable, FP8PagePool, PagePool, stack
 from mla_compile.cache.fixed_table import FixedTable
-from mla_compile.coded import dequantised
 from mla_compile.errors import CacheMismatchError, FreedError, OutOfPagesError
 from mla_compile.fp8 import quantised, quantised_by
+from mla_compile.scales import scaled_up
 from tests.drawn import UNHURRIED
 
 LAYERS, LATENT, ROPE, PAGES, PAGE_SIZE = 2, 2, 1, 14, 3
@@ -174,7 +174,7 @@ class FP8Tables(Tables):
 
     def kept(self, tokens, layer):
         latent, k_rope = tokens.split([LATENT, ROPE], dim=-1)
-        return torch.cat([dequantised(*quantised(latent), tokens.dtype), k_rope], dim=-1)
+        return torch.cat([scaled_up(*quantised(latent), tokens.dtype), k_rope], dim=-1)
 
 
 class ScaledTables(Tables):
@@ -187,7 +187,7 @@ class ScaledTables(Tables):
 
     def kept(self, tokens, layer):
         scale = self.SCALES[layer : layer + 1]
-        return dequantised(quantised_by(tokens, scale), scale, tokens.dtype)
+        return scaled_up(quantised_by(tokens, scale), scale, tokens.dtype)
 
 
 def few(examples):
