@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mla_compile.cost import Cost, Device, Dims, predicted_seconds
 from mla_compile.passes.paths.absorbed import Absorbed
 from mla_compile.passes.paths.absorbed import absorbed_cost as absorbed
-from mla_compile.passes.paths.as_written import QUERIES, crossover_queries
 from mla_compile.passes.paths.as_written import expanded_cost as expanded
 from mla_compile.passes.paths.chunked import chunked_cost as chunked
 from mla_compile.passes.paths.fastest import fastest as choose
@@ -23,6 +22,8 @@ V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
 CPU = Device("cpu", 1.4e11, 1.3e10)
 SMALL = Dims(B=2, Sq=2, T=5, N=3, L=4, P=2, R=1, V=3)
 Sq, T = sympy.symbols("s0 s1", integer=True, positive=True)
+QUERIES = sympy.Symbol("Sq", positive=True)
+"""The unknown of `crossover_queries`; its `T` may be written in terms of it."""
 
 
 def count_flops(dims: Dims, causal: bool, absorb: bool) -> int:
@@ -73,6 +74,24 @@ def test_per_cached_token_figures_of_the_design():
     assert per_token_expanding - per_token_scores == pytest.approx(33.6e6, rel=2e-3)
     assert difference(lambda d: absorbed(d, 2).flops, 100) == pytest.approx(0.28e6, rel=2e-2)
     assert difference(lambda d: absorbed(d, 2).bytes, 100) == 1152
+
+
+def crossover_queries(T, L, P, V):
+    """Query tokens at which absorbing and expanding take equally many FLOPs; fewer favour absorbing.
+
+    `T` is the key tokens in all: a number, a symbol, `sympy.oo`, or an expression in `QUERIES` where the context rather
+    than the total is given (`QUERIES + 1000`; with no context `QUERIES`). None if they are nowhere equal, for instance
+    with no context, where expanding always wins. `B`, `N` and `R` cancel.
+    """
+    total = sympy.Symbol("T", positive=True)
+    dims = Dims(B=1, Sq=QUERIES, T=total, N=1, L=L, P=P, R=0, V=V)
+    difference = absorbed(dims, 1).flops - expanded(dims, 1).flops
+    if T is sympy.oo:
+        solutions = [sympy.limit(s, total, sympy.oo) for s in sympy.solve(difference, QUERIES)]
+    else:
+        solutions = sympy.solve(difference.subs(total, T), QUERIES)
+    possible = [s for s in solutions if s.is_positive is not False and s.is_finite is not False]
+    return possible[0] if possible else None
 
 
 @pytest.mark.parametrize(
