@@ -1,5 +1,6 @@
 """The `torch.compile` backend "mla": naively written Multi-head Latent Attention runs absorbed, chunked or sparse."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cache import BlockTable, FP8PagePool, INT4PagePool, INT8PagePool, PagePool
@@ -68,25 +69,23 @@ __all__ = [
 ]
 
 
+_IMPORTED_LATER = {
+    "ContinuousModel": ".cache.continuous",
+    "LatentCache": ".cache.growing",
+    "PagedLatentCache": ".cache.latent_cache",
+    "build_library": ".kernels.library",
+    "lower": ".exported",
+    "rewrite": ".exported",
+}
+"""Names by the modules that have them, which are imported only when asked for: the caches import transformers, the
+others Inductor, and both take seconds."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "PagedLatentCache":  # a transformers Cache, which takes seconds to import: only when asked for
-        from .cache.latent_cache import PagedLatentCache
-
-        return PagedLatentCache
-    if name == "LatentCache":
-        from .cache.growing import LatentCache
-
-        return LatentCache
-    if name == "ContinuousModel":
-        from .cache.continuous import ContinuousModel
-
-        return ContinuousModel
-    if name in ("lower", "rewrite"):  # these import Inductor
-        from . import exported
-
-        return getattr(exported, name)
-    if name == "build_library":
-        from .kernels.library import build_library
-
-        return build_library
+    if name in _IMPORTED_LATER:
+        return getattr(import_module(_IMPORTED_LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_IMPORTED_LATER})
