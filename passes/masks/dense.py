@@ -1,4 +1,4 @@
-"""A mask over all keys and a causal offset: the carrier for attention over any keys."""
+"""A mask over all keys and a causal offset: what attention over any keys is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys that each query attends to, by their indices: the carrier for sparse attention."""
+"""The keys that each query attends to, by their indices: what sparse attention is told."""
 
 from __future__ import annotations
 

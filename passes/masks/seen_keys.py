@@ -1,4 +1,5 @@
-"""What carriers of masks have in common. A carrier tells an op what a query sees: `Dense`, `Bounds` or `NamedKeys`."""
+"""What a query sees, as an op can be told: `Dense`, `Bounds`, `NamedKeys`, `Sequences` or `OfRank`, and what these have
+in common."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import sympy
 from ..algebra.terms import Read
 
 
-class Carrier(Protocol):
+class SeenKeys(Protocol):
     """The keys that each query of a site attends to, in the form that some op takes.
 
-    A carrier is made of all kinds of a meaning; there is none if it cannot express one of them. Everything that its
+    They are made of all kinds of a meaning; there are none if these cannot express one of them. Everything that their
     code depends on takes part in comparisons.
     """
 

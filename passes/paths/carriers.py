@@ -15,11 +15,11 @@ from ..caches.dense import DenseKeysInSequences
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader
 from ..masks.bounds import Bounds
-from ..masks.carrier import Carrier as Told
 from ..masks.dense import Dense
 from ..masks.meaning import Meaning
 from ..masks.named_keys import NamedKeys
 from ..masks.of_rank import OfRank
+from ..masks.seen_keys import SeenKeys
 from ..masks.sequences import Sequences
 from ..mla.site import Site
 
@@ -28,7 +28,7 @@ from ..mla.site import Site
 class Carrier(ABC):
     """The masks of a site, in one form that ops take."""
 
-    told: Told
+    told: SeenKeys
 
     @classmethod
     @abstractmethod
