@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
+from ..aliases import apart
 from .merge_states.aten import share_of_second
 
 Operands = Any
 """Tensors and sizes that the iterations read, in tuples."""
 Count = Any
 """An int or, while a graph is traced, a SymInt."""
-_torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def attend_over_chunks(
         stop = stop * torch.ones(queries, dtype=torch.bool, device=zeros.device).any()
     size = torch.sym_min(size, tokens)
     taken, spec = pytree.tree_flatten((stop, size, tokens, causal_offset, mask, lengths, operands))
-    _part(taken)
+    taken = apart(taken)
     # Only tensors and symbols can be passed to the loop; numbers are part of its code.
     variable = [i for i, leaf in enumerate(taken) if isinstance(leaf, Tensor | torch.SymInt)]
 
@@ -90,15 +90,6 @@ def attend_over_chunks(
     leaves = tuple(taken[i] for i in variable)
     _, o, lse = torch.ops.higher_order.while_loop(more, turn, (start, zeros, lse), leaves)
     return o, lse
-
-
-def _part(leaves: list[Any]) -> None:
-    """Replace, in the list, tensors that share memory with an earlier one by copies: `while_loop` refuses aliases."""
-    seen: list[Tensor] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[i] = leaf.clone() if any(_torch_c._is_alias_of(leaf, other) for other in seen) else leaf
-            seen.append(leaf)
 
 
 def _bias(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..aliases import share_memory
 from ..passes.nodes.arguments import aten
 
 _IN_ORDER = (
@@ -32,7 +33,6 @@ _IN_ORDER = (
     aten.view.default,
 )
 """Ops that keep all elements, and their order."""
-_torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 
 def straighten_loop_operands(module: fx.GraphModule) -> None:
@@ -96,7 +96,7 @@ def _straight(operand: Any, operands: Sequence[Any]) -> Any:
     straight = operand
     for origin in _origins(operand):
         value = origin.meta["val"]
-        if _same_layout(operand.meta["val"], value) and not any(_torch_c._is_alias_of(value, o) for o in others):
+        if _same_layout(operand.meta["val"], value) and not any(share_memory(value, o) for o in others):
             straight = origin
     return straight
 

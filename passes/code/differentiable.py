@@ -28,7 +28,9 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from .loops import Attend, HeadDims, apart, loop, over_groups
+from mla_compile.aliases import apart
+
+from .loops import Attend, HeadDims, loop, over_groups
 
 
 class OverGroups(HigherOrderOperator):

@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch import Tensor
 
+from mla_compile.aliases import apart
+
 from ..algebra.sizes import Unaligned
 from .reading import realizer
-
-_torch_c: Any = torch._C  # `_is_alias_of` is not in its stubs
 
 Attend = Callable[[Sequence[Tensor]], Tensor]
 """The attention of a group of heads, `[B, H, Sq, V]`, from the group's part of each tensor."""
@@ -85,12 +85,3 @@ def _within(tensors: Sequence[Tensor]) -> list[sympy.Symbol]:
     all_sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
     sizes = [size.node.expr for size in all_sizes if isinstance(size, torch.SymInt)]
     return sorted(set[sympy.Symbol]().union(*(size.free_symbols for size in sizes)).difference(sizes), key=str)
-
-
-def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, with a copy of each that shares memory with an earlier one: loops do not take aliases."""
-    kept: list[Tensor] = []
-    for tensor in tensors:
-        shared = any(_torch_c._is_alias_of(tensor, other) for other in kept)
-        kept.append(tensor.clone() if shared else tensor)
-    return kept
