@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from torch import fx
 
-from ..algebra import operations
 from ..algebra.sizes import Size, Unaligned, product
 from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
 from ..code.reading import nodes_of
@@ -28,8 +26,9 @@ from .outer import regrouped, times
 from .pieces import PRODUCTS, pieces_of
 from .scores import KeyRange, only_a_part, scores_of
 from .softmax import Weights
-from .some_rows import in_rows, is_of_some_rows
-from .summands import Factor, Mask, Number, Sink, Summand
+from .some_rows import is_of_some_rows
+from .summands import Mask, Number, Sink, Summand
+from .sums import Aligned, AlignedProduct, Sum
 from .told import told
 from .within import inputs_within, products_within
 from .zeroed import only_seen, set_to_zero
@@ -38,131 +37,122 @@ _PARTS = SPLITS | UNBINDS
 """Ops that give several parts of a tensor."""
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """The summands of scores, by kind; only the products where scores are more than a sum."""
-
-    products: Sequence[Summand]
-    masks: Sequence[Summand] = ()
-    sinks: Sequence[Summand] = ()
-    numbers: Sequence[float] = ()
-
-    @property
-    def factors(self) -> list[Factor]:
-        return [factor for summand in self.products for factor in summand.factors]
-
-    def in_rows(self, weights: Read, keys: int) -> _Sum:
-        """The same in those rows that a read of weights takes, whose keys are dimension `keys`."""
-        groups = self.products, self.masks, self.sinks
-        products, masks, sinks = ([in_rows(each, weights, keys) for each in group] for group in groups)
-        return _Sum(products, masks, sinks, self.numbers)
-
-    def aligned(self, exposed: Form, dims: Sequence[Hashable], function: Sequence[Summand]) -> _Aligned:
-        """All of them, `exposed` (with labels `dims` for its dimensions) and a `function`'s forms, over common axes.
-
-        Raises:
-            Unaligned: if there are no such axes.
-        """
-        added = [replace(summand, form=form, added=()) for summand in self.products for form in summand.added]
-        of_scores = self.products, self.masks, self.sinks
-        groups: list[Sequence[Summand | Factor]] = [*of_scores, self.factors, added, function]
-        operands = [operand for group in groups for operand in group]
-        forms, axes = operations.align(
-            [exposed, *(operand.form for operand in operands)], [dims, *(operand.labels for operand in operands)]
-        )
-        rest = iter(forms)
-        return _Aligned(axes, next(rest), *(list(islice(rest, len(group))) for group in groups))
-
-
-@dataclass(frozen=True)
-class _Aligned:
-    """Forms over common axes: of the product with the values, and of what scores are made of, in `_Sum`'s order."""
-
-    axes: dict[Hashable, Dim]
-    result: Form
-    products: list[Form]
-    masks: list[Form]
-    sinks: list[Form]
-    factors: list[Form]
-    added: list[Form]
-    function: list[Form]
-
-
-def from_weights(
-    node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace, whole: str | None = None
-) -> Attention:
+def from_weights(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> Attention:
     """The attention that ends in `node`.
 
     `output` is the form of its product with the values, perhaps before a division by the sum; operand `side` of the
-    product holds the weights. `whole`, if given, is why the scores of all heads have to be computed at once if they are
-    more than a sum.
+    product holds the weights.
 
     Raises:
         Refusal: if the code is another function of queries, keys and values than attention.
         Unaligned: if queries, keys and values have no axes in common.
     """
+    scores = _read_scores(node, output, side, weights, trace)
+    if not scores.opaque or scores.place is node:
+        return _assembled(scores, _function(scores, trace), trace)
+    # The division comes later and stays: the attention ends in the product.
+    whole = f"weights that {where(node)} divides only after their product with the values"
+    scores = _read_scores(scores.place, trace[scores.place], side, weights, trace)
+    return _assembled(scores, _further_term(scores) or whole, trace)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The scores of an attention that ends in `node`, and how they are read as weights of the values."""
+
+    node: fx.Node
+    output: Form
+    side: int
+    weights: Weights
+    probabilities: Read
+    """The weights, as the product with the values reads them."""
+    place: fx.Node
+    """That product."""
+    keys: KeyRange
+    sum: Sum
+    reader: fx.Node | None
+    """What reads the weights besides that product."""
+    opaque: bool
+    """Whether the scores have to exist: they are more than a sum, or something else reads the weights."""
+
+    @property
+    def dims(self) -> list[Dim]:
+        """The axes of their dimensions."""
+        return [tuple(d.axis for d in digits if d.axis is not None) for digits in self.probabilities.dims]
+
+
+def _read_scores(node: fx.Node, output: Form, side: int, weights: Weights, trace: Trace) -> _Scores:
     dim, place = weights.dim, output.term.read.source
     parts = _factors(node, output.term, trace)
     probabilities = (parts.left, parts.right)[side].read
-    key_range = _keys_of(probabilities, dim, node)
+    keys = _keys_of(probabilities, dim, node)
     assert isinstance(place, fx.Node)
     some = is_of_some_rows(probabilities, dim)
     reader = _other_reader(weights, place, trace, of_some_rows=some)
-    score_dims = [tuple(d.axis for d in digits if d.axis is not None) for digits in probabilities.dims]
-    scores, weights = _summands(weights, key_range, len(score_dims), trace, zeros=reader is None)
-    opaque = reader is not None or not scores.products or _tangled(scores, weights)
+    found, weights = _summands(weights, keys, len(probabilities.dims), trace, zeros=reader is None)
+    opaque = reader is not None or not found.products or _tangled(found, weights)
     if some and opaque:
         raise only_a_part(node)
     if some:
-        scores = scores.in_rows(probabilities, dim)
+        found = found.in_rows(probabilities, dim)
     if opaque:
         if weights.seen is not None and reader is None:
             raise set_to_zero(weights.node)
-        scores = _Sum(_products_alone(weights, key_range, node, trace))
-        if place is not node:  # the division comes later and stays: the attention ends in the product
-            return from_weights(
-                place,
-                trace[place],
-                side,
-                weights,
-                trace,
-                f"weights that {where(node)} divides only after their product with the values",
-            )
-    reading: Reading | str = whole or ""
-    if opaque and weights.shares is not None:
-        reading = f"a softmax with a further term in its divisor, in {where(weights.node)}"
-    elif opaque and whole is None and reader is None:
-        reading = read_function(scores.products, key_range, weights, trace)
-    exposed = Form((*output.dims, *score_dims), output.term)
-    labels = [*(("out", i) for i in range(len(output.dims))), *range(len(score_dims))]
-    aligned, reading = _aligned_with(reading, scores, exposed, labels)
+        found = Sum(_products_alone(weights, keys, node, trace))
+    return _Scores(node, output, side, weights, probabilities, place, keys, found, reader, opaque)
+
+
+def _function(scores: _Scores, trace: Trace) -> Reading | str:
+    """What is done to each score by itself, or why that cannot be said; nothing if it does not matter."""
+    if (further := _further_term(scores)) or not scores.opaque or scores.reader is not None:
+        return further
+    return read_function(scores.sum.products, scores.keys, scores.weights, trace)
+
+
+def _further_term(scores: _Scores) -> str:
+    """Why the scores of all heads have to exist at once, if it is for a further term in the divisor of a softmax."""
+    if not scores.opaque or scores.weights.shares is None:
+        return ""
+    return f"a softmax with a further term in its divisor, in {where(scores.weights.node)}"
+
+
+def _assembled(scores: _Scores, function: Reading | str, trace: Trace) -> Attention:
+    """The attention over axes that its scores, its values and a `function` of the scores have in common."""
+    node, weights, dims, dim = scores.node, scores.weights, scores.dims, scores.weights.dim
+    exposed = Form((*scores.output.dims, *dims), scores.output.term)
+    rank = len(scores.output.dims)
+    labels = [*(("out", i) for i in range(rank)), *range(len(dims))]
+    aligned, function = _aligned_with(function, scores.sum, exposed, labels)
     parts = _factors(node, aligned.result.term, trace)
     keys = aligned.axes[dim]
     if parts.summed != keys:
         reason = "expected the values to be summed over the keys of the softmax, found another axis"
         raise Refusal(node, reason, "take the softmax over the keys, and do not mix the weights of heads after it")
-    rows = tuple(axis for i in range(len(score_dims)) if i != dim for axis in aligned.axes[i])
-    dims = aligned.result.dims[: len(output.dims)]
+    rows = tuple(axis for i in range(len(dims)) if i != dim for axis in aligned.axes[i])
+    sides = parts.left, parts.right
+    of_weights, of_values = sides[scores.side], sides[1 - scores.side]
+    out = aligned.result.dims[:rank]
+    found = scores.sum
     return Attention(
         node,
-        dims,
+        out,
         rows,
         keys,
-        columns=tuple(axis for d in dims for axis in d if axis not in rows),
-        scores=tuple(_scores(scores, aligned, keys, node, trace)),
-        value=told((parts.right, parts.left)[side], keys, trace),
-        masks=tuple(_masks(scores, aligned)),
-        sinks=tuple(_sinks(scores, aligned, dim)),
-        share=_log_sum_exp(scores.numbers),
-        strict_rows=not weights.safe and (weights.shares is not None or not (scores.sinks or scores.numbers)),
+        columns=tuple(axis for d in out for axis in d if axis not in rows),
+        scores=tuple(_score_of(product, keys, node, trace) for product in aligned.products),
+        value=told(of_values, keys, trace),
+        masks=tuple(_masks(aligned)),
+        sinks=tuple(_sinks(aligned, dim)),
+        share=_log_sum_exp(found.numbers),
+        strict_rows=not weights.safe and (weights.shares is not None or not (found.sinks or found.numbers)),
         numbers=weights.numbers,
-        opaque=_opaque((parts.left, parts.right)[side].read, scores, aligned, reader, reading, dim) if opaque else None,
+        opaque=_opaque(of_weights.read, aligned, scores.reader, function, dim) if scores.opaque else None,
     )
 
 
 def _aligned_with(
-    reading: Reading | str, scores: _Sum, exposed: Form, labels: Sequence[Hashable]
-) -> tuple[_Aligned, Reading | str]:
+    reading: Reading | str, scores: Sum, exposed: Form, labels: Sequence[Hashable]
+) -> tuple[Aligned, Reading | str]:
     """The scores with the forms of a function of them; without these, and why, if they have no axes in common."""
     if isinstance(reading, str):
         return scores.aligned(exposed, labels, ()), reading
@@ -197,7 +187,7 @@ def _part(digits: Sequence[Digit]) -> tuple[Size, Size] | None:
     return digits[0].start, digits[0].axis.size if digits[0].axis is not None else 1
 
 
-def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zeros: bool) -> tuple[_Sum, Weights]:
+def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zeros: bool) -> tuple[Sum, Weights]:
     """The summands of scores of `rank` dimensions, with no products if they are more than a sum; and the weights.
 
     `zeros`: what sets weights to 0 after the softmax becomes one of the masks, or merges with the one that it repeats.
@@ -212,7 +202,7 @@ def _summands(weights: Weights, keys: KeyRange, rank: int, trace: Trace, *, zero
         found, safe = only_seen(found, weights.seen, weights.node, trace, safe=weights.safe)
         weights = replace(weights, safe=safe)
     products, masks, sinks = ([s for s in found if isinstance(s.what, kind)] for kind in (float, Mask, Sink))
-    return _Sum(products, masks, sinks, numbers), weights
+    return Sum(products, masks, sinks, numbers), weights
 
 
 def _shared(nodes: Sequence[fx.Node], rank: int, dim: int, factor: float, trace: Trace) -> list[Summand]:
@@ -225,7 +215,7 @@ def _shared(nodes: Sequence[fx.Node], rank: int, dim: int, factor: float, trace:
     return found
 
 
-def _tangled(scores: _Sum, weights: Weights) -> bool:
+def _tangled(scores: Sum, weights: Weights) -> bool:
     """Whether a mask, a sink or a factor is itself computed from the products."""
     own = derived(scores.products, weights.node)
     beside = [each.form for each in (*scores.masks, *scores.sinks)] + [factor.form for factor in scores.factors]
@@ -272,14 +262,12 @@ def _other_reader(weights: Weights, output: fx.Node, trace: Trace, *, of_some_ro
     return None
 
 
-def _scores(scores: _Sum, aligned: _Aligned, keys: Dim, node: fx.Node, trace: Trace) -> Iterator[Score]:
-    factors = iter(aligned.factors)
-    for form, summand in zip(aligned.products, scores.products, strict=True):
-        assert isinstance(summand.what, float)
-        score = _score(node, form.term, keys, summand.what, trace)
-        for factor in summand.factors:
-            score = replace(score, query=times(score.query, next(factors).term.read, divides=factor.divides))
-        yield score
+def _score_of(product: AlignedProduct, keys: Dim, node: fx.Node, trace: Trace) -> Score:
+    assert isinstance(product.summand.what, float)
+    score = _score(node, product.form.term, keys, product.summand.what, trace)
+    for form, factor in product.factors:
+        score = replace(score, query=times(score.query, form.term.read, divides=factor.divides))
+    return score
 
 
 def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> Score:
@@ -304,25 +292,22 @@ def _score(node: fx.Node, term: Term, keys: Dim, scale: float, trace: Trace) -> 
     return Score(sides[0], told(sides[1], keys, trace), parts.summed, parts.scale * scale)
 
 
-def _masks(scores: _Sum, aligned: _Aligned) -> Iterator[Mask]:
-    for form, summand in zip(aligned.masks, scores.masks, strict=True):
+def _masks(aligned: Aligned) -> Iterator[Mask]:
+    for form, summand in aligned.masks:
         assert isinstance(summand.what, Mask)
         yield replace(summand.what, term=form.term)
 
 
-def _sinks(scores: _Sum, aligned: _Aligned, dim: int) -> Iterator[Sink]:
-    for form, summand in zip(aligned.sinks, scores.sinks, strict=True):
+def _sinks(aligned: Aligned, dim: int) -> Iterator[Sink]:
+    for form, summand in aligned.sinks:
         assert isinstance(summand.what, Sink)
         yield replace(summand.what, term=form.term, keys=form.dims[dim])
 
 
-def _opaque(
-    probabilities: Read, scores: _Sum, aligned: _Aligned, reader: fx.Node | None, reading: Reading | str, dim: int
-) -> Opaque:
-    reads = tuple(form.term.read for form in aligned.products)
+def _opaque(probabilities: Read, aligned: Aligned, reader: fx.Node | None, reading: Reading | str, dim: int) -> Opaque:
+    reads = tuple(product.form.term.read for product in aligned.products)
     function = reading if isinstance(reading, str) else reading.aligned(aligned.function, reads, dim)
-    added = iter(aligned.added)
-    beside = tuple(tuple(form.term for form in islice(added, len(s.added))) for s in scores.products)
+    beside = tuple(tuple(form.term for form in product.added) for product in aligned.products)
     return Opaque(probabilities, reads, reader, function, beside)
 
 
