@@ -3,7 +3,7 @@
 An online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of keys, with heads and query tokens together
 as the rows of one product:
 
-    q     [b, Sq * N, L], [b, Sq * N, R]    scaled once
+    q     [b, Sq * N, L], [b, Sq * N, R]
     keys  [b, C, L], [b, C, R]              views of the cache; a float32 copy of the chunk for half precision
     s     [b, Sq * N, C]
     o     [b, Sq * N, L]                    running and unnormalised, beside each row's maximum m and total
@@ -86,25 +86,33 @@ def _attend(
     """One block: q `[b, s, N, L]`, `[b, s, N, R]`; cache `[b, T, L]`, `[b, T, R]`; out `[b, s, N, L]`, `[b, s, N]`."""
     dtype = torch.promote_types(q[0].dtype, torch.float32)
     b, s, n, rank = q[0].shape
-    q_latent, q_rope = (part.to(dtype).mul(scale).reshape(b, s * n, part.shape[3]) for part in q)
+    q_latent, q_rope = (part.to(dtype).reshape(b, s * n, part.shape[3]) for part in q)
     # The lowest finite number, not -inf: a row whose scores are all -inf then gets exp(-inf), not NaN.
     m = q_latent.new_full((b, s * n, 1), torch.finfo(dtype).min)
     total = q_latent.new_zeros((b, s * n, 1))
-    o = q_latent.new_zeros((b, s * n, rank))
-    for keys in split(visibility.keys(queries), chunk):
+    result = out[0].view(b, s * n, rank)
+    o = result if result.dtype == dtype else torch.empty_like(q_latent)
+    chunks = list(split(visibility.keys(queries), chunk))
+    if not chunks:
+        o.zero_()
+    for keys in chunks:
         latent, k_rope = (_load(part, keys, visibility, queries, dtype) for part in cache)
-        scores = _scores(q_latent, q_rope, latent, k_rope)
+        scores = _scores(q_latent, q_rope, latent, k_rope, scale)
         bias = visibility.bias(queries, keys, dtype)
         if bias is not None:
             scores.view(b, s, n, len(keys)).add_(bias.transpose(1, 2))
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
         scores.sub_(m_new).exp_()
-        decay = m.sub_(m_new).exp_()
-        total.mul_(decay).add_(scores.sum(-1, keepdim=True))
-        o.mul_(decay).baddbmm_(scores, latent)
+        if keys is chunks[0]:
+            torch.bmm(scores, latent, out=o)
+        else:
+            decay = m.sub_(m_new).exp_()
+            total.mul_(decay)
+            o.mul_(decay).baddbmm_(scores, latent)
+        total.add_(scores.sum(-1, keepdim=True))
         m = m_new
     # A row's greatest score adds exp(0) = 1 to its total, so only a row that saw no key is below 1.
-    torch.div(o.view(b, s, n, rank), total.clamp_min(1).view(b, s, n, 1), out=out[0])
+    torch.div(o, total.clamp_min(1), out=result)
     out[1].copy_(m.add_(total.log_()).view(b, s, n))
 
 
@@ -115,15 +123,13 @@ def _load(part: Tensor, keys: KeyPositions, visibility: Visibility, queries: ran
     return loaded if blanks is None else loaded.masked_fill(blanks[:, :, None], 0.0)
 
 
-def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+def _scores(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scale: float) -> Tensor:
     """Contiguous scores `[b, rows, C]`."""
-    if q_latent.shape[1] > _FEW_ROWS:
-        scores = torch.bmm(q_latent, latent.transpose(1, 2))
-        return scores.baddbmm_(q_rope, k_rope.transpose(1, 2)) if q_rope.shape[2] else scores
-    scores = torch.bmm(latent, q_latent.transpose(1, 2))
-    if q_rope.shape[2]:
-        scores.baddbmm_(k_rope, q_rope.transpose(1, 2))
-    return scores.transpose(1, 2).contiguous()
+    few = q_latent.shape[1] <= _FEW_ROWS
+    first, second = ((latent, k_rope), (q_latent, q_rope)) if few else ((q_latent, q_rope), (latent, k_rope))
+    scores = torch.bmm(first[0], second[0].transpose(1, 2))
+    scores.baddbmm_(first[1], second[1].transpose(1, 2), beta=scale, alpha=scale)
+    return scores.transpose(1, 2).contiguous() if few else scores
 
 
 latent_attention_aten = checked(LatentAttention, attend)

@@ -56,7 +56,7 @@ def attend_many(x: LatentAttention) -> tuple[Tensor, Tensor]:
     assert kernel is not None
     arithmetic = Native(kernel, x.q_latent.dtype)
     q, mask, level = leveled(torch.cat([x.q_latent, x.q_rope], -1), x.mask)
-    o = q.new_zeros(x.q_latent.shape)
+    o = q.new_empty(x.q_latent.shape)  # `attend_heads` sums in float32
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     for b in range(q.shape[0]):
 
