@@ -85,9 +85,11 @@ class Layout:
     """Its dimensions by decreasing stride."""
     strides: tuple[int, ...] | None
     """None if a stride is a symbol."""
+    contiguous: bool
+    """Whether strides are those of a contiguous tensor whose dimensions have this order, of one element or not."""
     told: bool
-    """Whether `order` and `strides` determine the layout. They do not if strides are symbols, a dimension has one
-    element, and the dimensions are not in order."""
+    """Whether the other fields determine the layout. They do not if strides are symbols, a dimension has one element
+    and a stride of its own, and the dimensions are not in order."""
 
 
 Layouts = list[Layout | None]
@@ -106,7 +108,8 @@ def lay_out(part: fx.GraphModule, layouts: Layouts) -> None:
     for result, layout in zip(_results(part), layouts, strict=True):
         if layout is not None and result not in laid_out:
             with part.graph.inserting_before(output):
-                laid_out[result] = part.graph.call_function(_laid_out, (result, layout.order, layout.strides))
+                wanted = layout.order, layout.strides, layout.contiguous
+                laid_out[result] = part.graph.call_function(_laid_out, (result, *wanted))
     for before, after in laid_out.items():
         after.meta = dict(before.meta)
         output.replace_input_with(before, after)
@@ -133,13 +136,27 @@ def _layout(value: Any) -> Layout | None:
     order = tuple(sorted(range(len(keys)), key=keys.__getitem__, reverse=True))
     single = any(statically_known_true(size == 1) for size in value.shape)
     known = None if symbolic else tuple(int(stride) for stride in value.stride())
-    return Layout(order, known, known is not None or not single or order == tuple(range(len(order))))
+    contiguous = all(map(_equal, value.stride(), _contiguous_strides(value, order)))
+    in_order = order == tuple(range(len(order)))
+    return Layout(order, known, contiguous, known is not None or contiguous or not single or in_order)
 
 
-def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] | None) -> Tensor:
+def _equal(first: int | torch.SymInt, second: int | torch.SymInt) -> bool:
+    return statically_known_true(first == second)
+
+
+def _contiguous_strides(value: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this size whose dimensions have this order."""
+    strides = prims.make_contiguous_strides_for([value.shape[dim] for dim in order])
+    return tuple(strides[order.index(dim)] for dim in range(len(order)))
+
+
+def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] | None, contiguous: bool) -> Tensor:
     """The same values in a given layout. Strides of dimensions with one element count too, and Inductor keeps them only
     where they are given explicitly."""
-    if strides == result.stride():
+    if contiguous:
+        strides = _contiguous_strides(result, order)
+    if strides is not None and all(map(_equal, strides, result.stride())):
         return result
     ordered = result.permute(order)
     if strides is not None:

@@ -156,3 +156,32 @@ def test_it_is_inspected(tmp_path, monkeypatch):
     found = compilations(InALoop(), "a loop", torch.rand(2, 13, HIDDEN))
     write(Inspection("loops", found, compilation.devices.rates_of([]), 1024), tmp_path)
     assert "Too much to draw" not in (tmp_path / "index.html").read_text()
+
+
+class Turned(Layer):
+    """A layer mapped over prompts of one sequence each, whose results have their dimensions in another order."""
+
+    def forward(self, x):
+        return map_over(lambda x: super(Turned, self).forward(x)[:, None].transpose(1, 2), x)
+
+
+class Uneven(Layer):
+    """The same of first tokens alone: what is returned has the strides of all tokens."""
+
+    def forward(self, x):
+        return map_over(lambda x: super(Uneven, self).forward(x)[:, None, :1].transpose(1, 2), x)
+
+
+@pytest.mark.parametrize(("kind", "path"), [(Turned, "chunked"), (Uneven, "unchanged")])
+def test_strides_of_results_may_be_symbols(kind, path):
+    layer = kind()
+    compiled = torch.compile(layer, backend="mla", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for tokens in (13, 24):
+            x = torch.rand(3, 1, tokens, HIDDEN)
+            assert_as_close_as_eager(compiled(x), layer(x), copy.deepcopy(layer).double()(x.double()))
+            assert compiled(x).stride()[1:] == layer(x).stride()[1:]
+    (site,) = mla_compile.last_report().sites
+    assert site.path == path
+    assert site.rewritten or "strides that are symbols beside a dimension of one element" in site.reason
+    assert len(mla_compile.reports()) == 1
