@@ -93,8 +93,10 @@ class Pipeline:
     """What the ranks agree on where a group of them shares out the keys."""
 
     def __call__(self, module: fx.GraphModule) -> list[Result]:
-        """Rewrite the MLA sites of a functional ATen graph in place. Every node has its fake value in `meta["val"]`."""
-        self.rephrase(module)
+        """Rewrite the MLA sites of a functional ATen graph, which may have been rephrased, in place.
+
+        Every node has its fake value in `meta["val"]`.
+        """
         graph, choose = module.graph, self._chooser(module)
         rewriter = Rewriter(graph, self.workspace_tokens, choose.environment)
         trace = Trace(graph)

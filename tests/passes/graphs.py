@@ -213,4 +213,6 @@ def shapes_of(module: fx.GraphModule) -> ShapeEnv:
 
 def rewrite(module: fx.GraphModule, path: str = "absorbed", workspace_tokens: int = 4) -> list[Outcome]:
     """Run the passes over a graph in place."""
-    return [result.outcome for result in Pipeline(DEVICE, path, workspace_tokens)(module)]
+    pipeline = Pipeline(DEVICE, path, workspace_tokens)
+    pipeline.rephrase(module)
+    return [result.outcome for result in pipeline(module)]
