@@ -21,6 +21,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -187,7 +188,7 @@ def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[],
     from torch._inductor import config
 
     def failed(error: Exception) -> None:
-        _say_that_there_are_none()
+        _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
         _log.info("no native kernel from %s: %s", source, error)
 
     try:
@@ -208,11 +209,17 @@ def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[],
     return wait
 
 
-@cache
-def _say_that_there_are_none() -> None:
+_WARNED = Event()
+
+
+def _warn_once(why: str) -> None:
+    if _WARNED.is_set():
+        return
+    _WARNED.set()
     _log.warning(
-        "C++ kernels could not be compiled, so attention uses slower ATen operations: is there a compiler that "
-        "torch.compile finds ($CXX or g++)? TORCH_LOGS=+mla_compile shows the compiler's output."
+        "C++ kernels could not be compiled, so attention uses slower ATen operations (%s): is there a compiler that "
+        "torch.compile finds ($CXX or g++)? TORCH_LOGS=+mla_compile shows the compiler's output.",
+        why,
     )
 
 

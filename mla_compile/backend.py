@@ -5,8 +5,8 @@ Dynamo graph -> options -> compilation -> report -> compiled code
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -30,12 +30,16 @@ from .dynamo.uncompiled import warn_of_generate
 from .dynamo.wrappers import pass_over_shared_wrappers
 from .report import Report, record
 
+_log = logging.getLogger(__name__)
+
 if torch.distributed.is_available():
     # The sharding rules need private parts of torch. If these have changed, our ops fail on DTensors, but nothing else.
-    with contextlib.suppress(ImportError, AttributeError):
+    try:
         from .parallel import sharding
 
         sharding.register()
+    except (ImportError, AttributeError) as error:
+        _log.info("no sharding rules: %s: %s", type(error).__name__, error)
 
 # Inductor calls our ops as they are, even if `implicit_fallbacks` is off: that they have no lowering is intended.
 FALLBACK_ALLOW_LIST.update(f"mla::{name}" for name in ops.__all__)

@@ -256,5 +256,7 @@ def test_naive_attention_to_dtensors_is_rewritten():
 
 def test_the_backend_can_be_imported_where_torch_lacks_a_function_for_sharding():
     code = "from torch.distributed.tensor._ops import utils; del utils.expand_to_full_mesh_op_strategy"
+    code += "; import logging; logging.basicConfig(level=logging.INFO)"
     code += "; import sys, mla_compile.backend; assert 'mla_compile.parallel.sharding' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "no sharding rules: ImportError: " in run.stderr

@@ -340,10 +340,11 @@ def test_without_a_compiler_python_goes_on_and_says_so(tmp_path):
     run = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("C++ kernels could not be compiled") == 1
+    assert "operations (InvalidCxxCompiler: No working C++ compiler found" in run.stderr
 
 
 def test_a_compiler_that_is_missing_is_named_once(tmp_path, caplog):
-    native._say_that_there_are_none.cache_clear()
+    native._WARNED.clear()
     with caplog.at_level(logging.WARNING, logger="mla_compile"):
         for name in ("one.cpp", "other.cpp"):
             source = tmp_path / name
@@ -351,3 +352,4 @@ def test_a_compiler_that_is_missing_is_named_once(tmp_path, caplog):
             assert native.load((source,), ("float*",)) is None
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "C++ kernels could not be compiled" in record.getMessage()
+    assert "(CppCompileError: C++ compile error)" in record.getMessage()
