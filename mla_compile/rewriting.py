@@ -15,10 +15,9 @@ from .dynamo.graph import copied
 from .errors import MlaCompileError, PassesError, StrictError
 from .graph_log import log_graph, log_results, snapshot
 from .options import Options
-from .passes.nodes.refusal import Refusal
-from .passes.outcome import Outcome, unchanged
+from .passes.outcome import Outcome
 from .passes.paths.choose import Ranges
-from .passes.pipeline import Pipeline, Result
+from .passes.pipeline import Pipeline, Result, unknown_strides
 
 BEFORE, AFTER = "mla_before_passes", "mla_after_passes"
 
@@ -67,25 +66,13 @@ def _rewrite_part(pipeline: Pipeline, name: str, part: fx.GraphModule) -> list[R
     """Rewrite the attentions of one part of a graph; its results keep their layouts."""
     layouts = layouts_of(part)
     if any(layout is not None and not layout.told for layout in layouts):
-        return [_left(result) for result in pipeline(copied(part))]
+        return [unknown_strides(result) for result in pipeline(copied(part))]
     results = pipeline(part)
     for result in results:
         result.outcome = replace(result.outcome, node=f"{name}.{result.outcome.node}")
     if any(result.outcome.rewritten for result in results):
         lay_out(part, layouts)
     return results
-
-
-def _left(result: Result) -> Result:
-    """The result of an attention of a part that is left as it is."""
-    refusal = Refusal(
-        result.node,
-        "expected results of a branch or loop body whose strides are known, found strides that are symbols beside a "
-        "dimension of one element",
-        "return a contiguous tensor from it",
-    )
-    result.outcome = unchanged(result.node, refusal)
-    return result
 
 
 @contextlib.contextmanager

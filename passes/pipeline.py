@@ -178,6 +178,18 @@ class Pipeline:
         return result
 
 
+def unknown_strides(result: Result) -> Result:
+    """The same attention, unchanged because it is in a branch or loop body whose results have no layout to keep."""
+    refusal = Refusal(
+        result.node,
+        "expected results of a branch or loop body whose strides are known, found strides that are symbols beside a "
+        "dimension of one element",
+        "return a contiguous tensor from it",
+    )
+    result.outcome = unchanged(result.node, refusal)
+    return result
+
+
 def _ends_of_up_projections(site: Site) -> tuple[list[str | None], list[str]]:
     """The names of the latents, None where the graph has none, and of the products of queries and keys."""
     opaque, second = site.attention.opaque, site.second_latent

@@ -263,7 +263,10 @@ class PagedLatentCache(Base):
         Its last page is copied if it is not full: left for later, that would break the graph of a compiled step.
         """
         other = type(self)(self.pool, self.max_pages, self.shares, layers=self._unused)
-        every = torch.arange((self.batch or 0) if self._table is None else self._table.batch)
+        batch = self.batch if self._table is None else self._table.batch
+        if batch is None:
+            return other
+        every = torch.arange(batch)
         chosen = every if rows is None else every[rows.cpu()]
         other.batch = self.batch and len(chosen)
         if self._table is not None:

@@ -260,4 +260,6 @@ def stack(tables: Sequence[BlockTable]) -> tuple[Tensor, Tensor]:
 def quotient(position: Tensor, page_tokens: int) -> Tensor:
     """`position // page_tokens` of positions from 0 on, truncated: code that stock Inductor generates for a CPU may
     leave out the last of those that are rounded down (see `inductor/loop_splits.py`)."""
+    if torch.compiler.is_compiling():  # Inductor fails to bound the quotient of two sizes that may both be infinite
+        torch._check(page_tokens < 2**31)
     return torch.div(position, page_tokens, rounding_mode="trunc")

@@ -31,6 +31,14 @@ def test_layers_append_to_the_same_places():
     assert cache.pool.available == 16 - 2 * 5
 
 
+def test_an_empty_cache_is_forked_like_any_other():
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=32, page_size=4))
+    latent, rope = tokens(6)
+    for other in (cache.fork(), cache.fork(torch.tensor([1, 0, 0]))):
+        assert torch.equal(other.update(latent, rope, 0)[0], latent)
+    assert cache.get_seq_length() == 0
+
+
 def test_crop_fork_select_and_reset():
     cache = PagedLatentCache(PagePool(1, 4, 2, pages=32, page_size=4))
     latent, rope = tokens(6)

@@ -90,3 +90,21 @@ def test_two_sizes_that_differ_now_are_no_pages() -> None:
     cache.page_size = 16
     exact = step(q.double(), weight.double(), cache.double())
     assert_as_close_as_eager(compiled(q, weight, cache), step(q, weight, cache), exact)
+
+
+def test_a_table_takes_pages_where_all_numbers_are_symbols():
+    """Inductor has to bound positions divided by a page size, of which each may be as large as any number."""
+
+    def step(table: mla_compile.BlockTable, tokens: Tensor) -> Tensor:
+        table.extend(tokens.shape[1])
+        table.write(0, tokens)
+        return table.read(0)
+
+    compiled = torch.compile(step, backend="mla", dynamic=True, fullgraph=True)
+    for page_size in (8, 3):
+        table = mla_compile.BlockTable(mla_compile.PagePool(1, L, R, pages=12, page_size=page_size), B)
+        tokens = torch.randn(B, 9, L + R)
+        for part in tokens.split([5, 3, 1], dim=1):
+            read = compiled(table, part)
+            assert torch.equal(read, tokens[:, : read.shape[1]])
+        assert read.shape[1] == 9
