@@ -54,9 +54,17 @@ def check_written(count: int, length: int) -> None:
 
 @torch.library.custom_op("mla_compile::if_there_are_pages", mutates_args=())
 def if_there_are_pages(
-    places: Tensor, count: int, available: int, pages: int, page_size: int, used: int, most: int, tokens: int
+    places: Tensor,
+    count: int,
+    available: int,
+    pages: int,
+    page_size: int,
+    used: int = 0,
+    most: int = 0,
+    tokens: int = 0,
 ) -> Tensor:
-    """A copy of `places`, which are those of pages among the free ones, after both checks.
+    """A copy of `places`, which are those of pages among the free ones, after both checks; by default, of free pages
+    alone.
 
     Raises: OutOfPagesError, CacheMismatchError.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMismatchError, FreedError, PageIndexError
-from .checks import check_free
+from .checks import check_free, if_there_are_pages
 from .inference_mode import to_be_written
 
 
@@ -152,8 +152,13 @@ class PagePool:
 
         Raises: OutOfPagesError, with nothing taken.
         """
-        self.require(count)
-        taken = self._free[self._available - count : self._available].clone()
+        if torch.compiler.is_compiling():
+            place = torch.arange(count, device=self.device)
+            place = if_there_are_pages(place, count, self._available, self.pages, self.page_size)
+            taken = self._free[self._available - count + place]
+        else:
+            self.require(count)
+            taken = self._free[self._available - count : self._available].clone()
         self._available -= count
         self.references[taken] = 1
         return taken

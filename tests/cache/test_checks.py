@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mla_compile
+from mla_compile import PagedLatentCache
 from mla_compile.cache import BlockTable, PagePool
 
 
@@ -46,4 +47,28 @@ def test_an_error_of_compiled_code_changes_nothing(append, pages, most, error, w
     assert (table.length, table.pool.available) == (4, pages - 4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - compilations <= 1
     append(table, 0)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_where_all_pages_are_taken_at_once_an_error_changes_nothing():
+    """A cache that has all its pages from the start takes them again in the first step after `reset`."""
+
+    @torch.compile(backend="mla", fullgraph=True)
+    def step(cache, latent, k_rope):
+        return cache.update(latent, k_rope, 0)[0]
+
+    cache = PagedLatentCache(PagePool(1, 4, 2, pages=8, page_size=2), max_pages=2, batch=2)
+    latent, k_rope = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 2)
+    cache.reset()
+    others = cache.pool.take(6)
+    with pytest.raises(mla_compile.OutOfPagesError, match="expected 4 free pages, found 2 of 8"):
+        step(cache, latent, k_rope)
+    assert cache.table is None
+    assert cache.pool.available == 2
+    cache.pool.release(others)
+    assert torch.equal(step(cache, latent, k_rope)[:, :, :3], latent)
+    assert cache.pool.available == 4
+    assert cache.table.pages.unique().tolist() == [4, 5, 6, 7]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
