@@ -21,7 +21,7 @@ SIZES = {
     "prefill": (1, 150, 150, 18, 24, 16, 8, 16),
     "prefill after a context": (2, 33, 81, 3, 11, 7, 5, 9),
     "no rope, wide values": (3, 9, 20, 2, 16, 5, 0, 12),
-    "one key": (2, 1, 1, 1, 5, 3, 1, 2),
+    "one key": (9, 1, 1, 1, 5, 3, 1, 2),
 }
 HALF = {
     "a context": (2, 5, 60, 4, 64, 16, 8, 16),
