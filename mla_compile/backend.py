@@ -24,11 +24,11 @@ from mla_compile.kernels._common.tuning import tuning
 from . import ops
 from . import options as option_parser
 from .asked import AUTO, kept_to, measured
-from .compilation import Compilation, Examination, Inputs
+from .compilation import Compilation, Compiled, Inputs
 from .dynamo import variants
 from .dynamo.uncompiled import warn_of_generate
 from .dynamo.wrappers import pass_over_shared_wrappers
-from .report import Report, record
+from .report import record
 
 _log = logging.getLogger(__name__)
 
@@ -62,45 +62,36 @@ def mla(
         StrictError: with `mla.strict`, if an attention stays unchanged or there is none.
         VerifyError: with `mla.verify`, on the first call, if a rewritten site differs from the original.
     """
-    return _compile(module, inputs, Compilation, options, mode)
+    return compile_and_record(module, inputs, options, mode).call
 
 
-def examined(
-    module: fx.GraphModule, inputs: Inputs, options: Mapping[str, Any] | None, kept: list[Report]
-) -> Callable[..., Any]:
-    """As `mla`, but for `explain`, which needs no generated code: the rewritten graph runs op by op. Its report is
-    added to `kept`."""
-    return _compile(module, inputs, Examination, options, kept=kept)
-
-
-def _compile(
+def compile_and_record(
     module: fx.GraphModule,
     inputs: Inputs,
-    kind: type[Compilation],
-    options: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-    kept: list[Report] | None = None,
-) -> Callable[..., Any]:
+    kind: type[Compilation] = Compilation,
+) -> Compiled:
+    """As `mla`, together with the report, which is recorded too. Other threads may compile and record meanwhile.
+
+    `explain` has the kind `Examination`, whose rewritten graph runs op by op, without generated code.
+    """
     ours, inductor = option_parser.parse(options, mode)
     with inductor_config.patch(inductor):
         start = time.perf_counter()
-        compilation = kind(module, inputs, ours, inductor)
         # For gradients, whose graph is made here.
         with kept_to(ours.kernels), measured(bool(inductor.get("max_autotune"))):
-            compiled = compilation.run()
-        seconds = compilation.seconds | {"compile": time.perf_counter() - start}
-        report = Report(compilation.outcomes, compilation.note, seconds, compilation.kernels)
-        record(report)
-        if kept is not None:
-            kept.append(report)
-        if report.rewritten and kind.lasts:
-            variants.remember(module)
-            pass_over_shared_wrappers()
-        if inductor.get("max_autotune"):
-            compiled = _within(tuning, compiled)
-        if ours.kernels == AUTO:
-            return compiled
-        return _within(functools.partial(kept_to, ours.kernels), compiled)
+            call, report = kind(module, inputs, ours, inductor).run()
+        report.seconds["compile"] = time.perf_counter() - start
+    record(report)
+    if report.rewritten and kind.lasts:
+        variants.remember(module)
+        pass_over_shared_wrappers()
+    if inductor.get("max_autotune"):
+        call = _within(tuning, call)
+    if ours.kernels != AUTO:
+        call = _within(functools.partial(kept_to, ours.kernels), call)
+    return Compiled(call, report)
 
 
 warn_of_generate(mla)

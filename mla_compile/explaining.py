@@ -20,12 +20,16 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     The run has the usual side effects on the model and on caches among the arguments. `options` are those of
     `torch.compile`.
     """
-    from .backend import examined
+    from .backend import compile_and_record
+    from .compilation import Examination
+
+    kept: list[Report] = []
 
     def fresh(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return examined(graph, inputs, options, kept)
+        call, report = compile_and_record(graph, inputs, options, kind=Examination)
+        kept.append(report)
+        return call
 
-    kept: list[Report] = []  # other threads may compile, and record reports, meanwhile
     with torch.no_grad(), compiled_afresh(model, fresh) as compiled:
         compiled(*args, **kwargs)
     return merged(kept)

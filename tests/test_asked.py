@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mla_compile
-from mla_compile import compilation
 from mla_compile.asked import asked, kept_to, told
+from mla_compile.inductor import codegen
 from mla_compile.kernels._common.tuning import tuning
 
 
@@ -114,7 +114,7 @@ def test_in_a_checkpoint_a_forward_is_told_again(options, heard):
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("kernels", [kernels for kernels, _ in ASKED])
 def test_in_a_checkpoint_around_a_compiled_function_it_is_asked_for_again(monkeypatch, kernels):
-    by_forwards, inner = [], compilation.compile_fx_inner
+    by_forwards, inner = [], codegen.compile_fx_inner
 
     def listening(*arguments, is_backward=False, **named):
         compiled = inner(*arguments, is_backward=is_backward, **named)
@@ -127,7 +127,7 @@ def test_in_a_checkpoint_around_a_compiled_function_it_is_asked_for_again(monkey
         call._boxed_call = True
         return call
 
-    monkeypatch.setattr(compilation, "compile_fx_inner", listening)
+    monkeypatch.setattr(codegen, "compile_fx_inner", listening)
     compiled = torch.compile(mla, backend="mla", options={"mla.kernels": kernels})
     with torch.enable_grad():
         result = checkpoint(compiled, *inputs(), use_reentrant=False)

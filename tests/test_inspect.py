@@ -37,7 +37,7 @@ def looked_into(module, tokens, past, **kwargs):
     """The compilations of one call of a plain module, without generating code."""
     cache = module.empty_cache(1)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         if past:
             _, cache = module(torch.randn(1, past, HIDDEN), cache)
         return compilations(module, f"{tokens} after {past}", torch.randn(1, tokens, HIDDEN), cache, **kwargs)
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     out, checkpoint = (tmp_path_factory.mktemp("inspect") / name for name in ("out", "tiny"))
     build(FAMILIES["minicpm3"], "sdpa").save_pretrained(checkpoint)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         patched.setattr(device, "measured", lambda *_: DEVICE)
         assert cli.main(["inspect", str(checkpoint), "--out", str(out), "--tokens", "24"]) == 0
     return out
@@ -192,7 +192,7 @@ def test_empty_columns_are_not_drawn():
             return F.scaled_dot_product_attention(q, k, v)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         sizes = (1, 2, 1, 4), (1, 9, 5), (16, 5), (1, 9, 0)
         (compilation,) = compilations(WithoutRope(), "call", *map(torch.randn, sizes))
     before, _ = sketches(groups_of(compilation, 0)[0])
@@ -206,7 +206,7 @@ def test_what_is_computed_twice_comes_in_once():
             return F.scaled_dot_product_attention(q, k, v)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         (compilation,) = compilations(Twice(), "call", *map(torch.randn, ((1, 2, 1, 4), (1, 9, 5), (2, 8, 5))))
     before, _ = sketches(groups_of(compilation, 0)[0])
     titles = [box.title for box in before.boxes.values() if box.entrance]
@@ -330,7 +330,7 @@ def test_graphs_of_one_call_are_told_apart(tmp_path):
 
     cache = tuple(torch.randn(1, 12, width) for width in (L, R))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         found = compilations(Twice(), "call", torch.randn(1, 1, HIDDEN), cache)
     assert [compilation.title for compilation in found] == ["call, graph 1 of 2", "call, graph 2 of 2"]
     write(inspection(*found), tmp_path)
@@ -344,7 +344,7 @@ def test_symbolic_sizes_have_numbers_too():
     for tensor in cache:
         torch._dynamo.mark_dynamic(tensor, 1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mla_compile.compilation.compile_fx_inner", interpreted)
+        patched.setattr("mla_compile.inductor.codegen.compile_fx_inner", interpreted)
         (compilation,) = compilations(module, "call", x, cache)
     (outcome,) = compilation.report.sites
     assert not outcome.shapes["T"].isdecimal()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +18,12 @@ EXAMPLE = "example_value"
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The fake tensors among a Dynamo node's example values."""
     return [value for value in pytree.tree_leaves(node.meta.get(EXAMPLE)) if isinstance(value, Tensor)]
+
+
+def dtypes_on_cpu(module: fx.GraphModule, inputs: Iterable[Any]) -> list[torch.dtype]:
+    """The dtypes of the inputs, parameters and buffers of a graph that are on the CPU."""
+    tensors = itertools.chain(inputs, module.parameters(), module.buffers())
+    return [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_cpu]
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:

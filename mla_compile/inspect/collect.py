@@ -20,11 +20,11 @@ from mla_compile.passes.outcome import Outcome
 from mla_compile.passes.pipeline import Result
 from mla_compile.passes.text.proofs import proof_text
 
-from ..backend import mla
+from ..backend import compile_and_record
 from ..cost import Dims
 from ..dynamo.afresh import compiled_afresh
 from ..graph_log import observed, snapshot
-from ..report import Report, last_report
+from ..report import Report
 from ..rewriting import AFTER, BEFORE
 
 STAGES = {
@@ -101,12 +101,9 @@ def compilations(model: Callable[..., Any], step: str, *args: Any, **kwargs: Any
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compilation = Compilation(step, graphs={"dynamo": snapshot(module)})
         with observed(compilation), mock.patch.object(GraphLowering, "save_output_code", compilation.code.append):
-            compiled = mla(module, inputs)
-        report = last_report()
-        assert report is not None
-        compilation.report = report
+            call, compilation.report = compile_and_record(module, inputs)
         found.append(compilation)
-        return compiled
+        return call
 
     with torch.no_grad(), compiled_afresh(model, backend) as compiled:
         compiled(*args, **kwargs)

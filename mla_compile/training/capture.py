@@ -6,6 +6,7 @@ The ATen graph serves only for analysis and as a source of code: the graph that 
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,8 @@ def capture(module: fx.GraphModule) -> Captured:
             # Without any table, torch >= 2.15 writes aliases, which have gradients, for `detach`.
             traced = make_fx(functional, decomposition_table={}, tracing_mode="real")(*values)
     except Exception as error:  # torch may compile this graph in other ways, so it is left to stock Inductor
+        if _raised_here(error):
+            raise
         found = f"{type(error).__name__}: {error}".splitlines()[0]
         if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
             found = "torch.func.vmap"
@@ -253,6 +256,12 @@ def _leaves(node: fx.Node) -> list[Any]:
     if EXAMPLE not in node.meta:
         raise NotCaptured(f"expected a fake value for every input, found none for {node.name}")
     return list(pytree.tree_leaves(node.meta[EXAMPLE]))
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether it is a failure of this module, and not of an operation that cannot be traced so."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename == __file__
 
 
 class _Interpreter(fx.Interpreter):

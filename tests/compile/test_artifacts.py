@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import compilation
+from mla_compile import attempt
 from tests.models import HIDDEN, Combined, L, R
 
 SCRIPT = """
@@ -122,7 +122,7 @@ def test_a_lost_report_is_made_again(process):
 def test_a_report_is_that_of_graphs_that_are_recorded_or_not(monkeypatch, option):
     """It says which kernels will run, which depends on that."""
     salt, kernels_of = random.random(), lambda graph, kernels, *, recorded: (f"recorded: {recorded}",)
-    monkeypatch.setattr(compilation, "kernels_of", kernels_of)
+    monkeypatch.setattr(attempt, "kernels_of", kernels_of)
     module = Combined()
     said = []
     for options in ({}, {option: True}, {}):

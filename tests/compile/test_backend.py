@@ -50,13 +50,13 @@ def test_torch_finds_the_backend_by_name():
 @pytest.mark.usefixtures("without_codegen")
 def test_inductor_options_reach_inductor(monkeypatch):
     seen = []
-    retrace = mla_compile.compilation.retrace
+    retrace = mla_compile.attempt.retrace
 
     def spy(*arguments):
         seen.append(torch._inductor.config.max_autotune)
         return retrace(*arguments)
 
-    monkeypatch.setattr(mla_compile.compilation, "retrace", spy)
+    monkeypatch.setattr(mla_compile.attempt, "retrace", spy)
     torch.compile(Combined(), backend="mla", mode="max-autotune-no-cudagraphs")(*decode_inputs())
     torch._dynamo.reset()
     torch.compile(Combined(), backend="mla", options={"max_autotune": True})(*decode_inputs())

@@ -9,7 +9,8 @@ from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as map_over
 
 import mla_compile
-from mla_compile import compilation
+from mla_compile import device
+from mla_compile.inductor import codegen
 from mla_compile.inductor.interpreted import interpreted
 from mla_compile.inspect.collect import compilations
 from mla_compile.inspect.folder import write
@@ -152,9 +153,9 @@ def test_of_vmap_the_report_says_that_it_is_not_rewritten_for_training():
 
 
 def test_it_is_inspected(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation, "compile_fx_inner", interpreted)
+    monkeypatch.setattr(codegen, "compile_fx_inner", interpreted)
     found = compilations(InALoop(), "a loop", torch.rand(2, 13, HIDDEN))
-    write(Inspection("loops", found, compilation.devices.rates_of([]), 1024), tmp_path)
+    write(Inspection("loops", found, device.rates_of([]), 1024), tmp_path)
     assert "Too much to draw" not in (tmp_path / "index.html").read_text()
 
 

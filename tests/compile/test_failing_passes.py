@@ -5,6 +5,7 @@ import torch
 
 import mla_compile
 from mla_compile import rewriting
+from mla_compile.training import capture
 from tests.compile.layers import Layer, hidden
 from tests.compile.test_backend import decode_inputs
 from tests.models import Combined
@@ -55,6 +56,14 @@ def test_a_model_that_is_trained():
         output.sum().backward()
     torch.testing.assert_close(output, module(x))
     assert module.mla.kv_b_proj.weight.grad.count_nonzero()
+    assert mla_compile.last_report().note == NOTE
+
+
+def test_before_the_passes_of_a_model_that_is_trained(monkeypatch):
+    monkeypatch.setattr(capture, "FunctionalTensor", None)  # which every node is compared with
+    module = Layer()
+    with torch.enable_grad(), pytest.warns(UserWarning, match="TypeError: isinstance"):
+        torch.compile(module, backend="mla")(hidden()).sum().backward()
     assert mla_compile.last_report().note == NOTE
 
 

@@ -86,7 +86,7 @@ def test_explain_leaves_parameters_where_they_are():
 def test_kernels_are_made_for_the_dtypes_of_parameters(monkeypatch):
     """The only input of a model may be token ids, which are integers."""
     seen = []
-    monkeypatch.setattr(mla_compile.compilation.cpp_kernels, "begin", lambda dtypes: seen.extend(dtypes))
+    monkeypatch.setattr(mla_compile.attempt.cpp_kernels, "begin", lambda dtypes: seen.extend(dtypes))
 
     class Model(nn.Module):
         def __init__(self):

@@ -46,9 +46,9 @@ SHOWN = """
 import sys; sys.path.insert(0, {root!r})
 import torch
 from functorch.compile import make_boxed_func
-from mla_compile import compilation
+from mla_compile.inductor import codegen
 from tests.models import HIDDEN, Combined
-compilation.compile_fx_inner = lambda module, inputs, **kwargs: make_boxed_func(module.forward)
+codegen.compile_fx_inner = lambda module, inputs, **kwargs: make_boxed_func(module.forward)
 with torch.no_grad():
     torch.compile(Combined(), backend="mla")(torch.randn(1, 3, HIDDEN), Combined.empty_cache(1))
 """

@@ -11,7 +11,7 @@ from tests.models import HIDDEN, Combined, L, R
 def test_nodes_come_from_dynamos(monkeypatch):
     """As in stock Inductor, where comments in generated code, torch.profiler and tlparse name these nodes."""
     written, traced = set(), []
-    retrace = mla_compile.compilation.retrace
+    retrace = mla_compile.attempt.retrace
 
     def spy(module):
         traced.append(retrace(module))
@@ -21,7 +21,7 @@ def test_nodes_come_from_dynamos(monkeypatch):
         written.update(node.name for node in module.graph.nodes)
         return mla_compile.backend.mla(module, inputs)
 
-    monkeypatch.setattr(mla_compile.compilation, "retrace", spy)
+    monkeypatch.setattr(mla_compile.attempt, "retrace", spy)
     with torch.no_grad():
         cache = torch.randn(1, 40, L), torch.randn(1, 40, R)
         torch.compile(Combined().eval(), backend=backend)(torch.randn(1, 1, HIDDEN), cache)

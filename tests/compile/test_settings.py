@@ -125,7 +125,7 @@ def test_an_op_that_a_user_gave_a_decomposition_is_seen_through(monkeypatch):
     known = decomposition.select_decomp_table() | {
         torch.ops.mla_tests.linear.default: lambda x, weight: x @ weight.permute(1, 0)
     }
-    for module in ("mla_compile.compilation", "mla_compile.inductor.retrace", "torch._inductor.compile_fx"):
+    for module in ("mla_compile.attempt", "mla_compile.inductor.retrace", "torch._inductor.compile_fx"):
         monkeypatch.setattr(f"{module}.select_decomp_table", lambda: known)
     module, inputs = Combined(), decode_inputs()
     expected = module(*inputs)[0]

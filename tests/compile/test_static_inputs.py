@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mla_compile import compilation
 from mla_compile.dynamo.graph import copied
+from mla_compile.inductor import codegen
 from mla_compile.inductor.interpreted import interpreted
 from tests.models import HIDDEN, Inference
 
@@ -19,7 +19,7 @@ def static(monkeypatch):
         found.append(sorted(tuple(inputs[i].shape) for i in indices))
         return interpreted(module, inputs)
 
-    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
+    monkeypatch.setattr(codegen, "compile_fx_inner", inner)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield found
 

@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mla_compile
-from mla_compile import PagedLatentCache, compilation
+from mla_compile import PagedLatentCache
+from mla_compile.inductor import codegen
 from mla_compile.inductor.interpreted import interpreted
 from tests.distributed.processes import in_processes
 from tests.distributed.test_shared_cache import PAGE, build, generated
@@ -37,7 +38,7 @@ def on_each_rank():
     """For each layout, tokens of one process and of ranks, eager and compiled; sites; pages in use; weights' sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     mesh._flatten("cp_tp")
-    compilation.compile_fx_inner = interpreted
+    codegen.compile_fx_inner = interpreted
     found = []
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
         for heads, same, _ in LAYOUTS.values():

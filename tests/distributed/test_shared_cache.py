@@ -8,8 +8,9 @@ from torch._functorch import config as functorch_config
 from torch.distributed.tensor import init_device_mesh
 
 import mla_compile
-from mla_compile import PagedLatentCache, compilation
+from mla_compile import PagedLatentCache
 from mla_compile.cache.shares import Shares
+from mla_compile.inductor import codegen
 from mla_compile.inductor.interpreted import interpreted
 from tests.distributed.processes import in_processes
 
@@ -199,7 +200,7 @@ def compiled_steps():
         modules.append(module)
         return interpreted(module, inputs, **named)
 
-    compilation.compile_fx_inner = recorded
+    codegen.compile_fx_inner = recorded
     with functorch_config.patch(enable_autograd_cache=False), torch.inference_mode():
         for case in COMPILED:
             torch._dynamo.reset()

@@ -19,7 +19,7 @@ from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_no
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import mla_compile
-from mla_compile import compilation
+from mla_compile.inductor import codegen
 from mla_compile.kernels import (
     expanded_attention,
     latent_attention,
@@ -72,7 +72,7 @@ class _Written(BaseException):
 
 def lower(call: Callable[[], object]) -> Lowered:
     """Facts about the first graph that a call compiles; the call ends where the graph would run."""
-    compile_fx_inner, put_launches = compilation.compile_fx_inner, compilation.put_launches
+    compile_fx_inner, put_launches = codegen.compile_fx_inner, codegen.put_launches
     found: dict[str, Any] = {}
 
     def put(graph: fx.Graph, kernels: str, **named: Any) -> bool:
@@ -97,8 +97,8 @@ def lower(call: Callable[[], object]) -> Lowered:
         return make_boxed_func(run)
 
     with (
-        mock.patch.object(compilation, "compile_fx_inner", inner),
-        mock.patch.object(compilation, "put_launches", put),
+        mock.patch.object(codegen, "compile_fx_inner", inner),
+        mock.patch.object(codegen, "put_launches", put),
         mock.patch.object(torch._inductor.graph.GraphLowering, "compile_to_module", stop),
         torch.no_grad(),
     ):

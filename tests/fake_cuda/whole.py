@@ -32,13 +32,13 @@ LAYERS = 3
 
 def write(folder: Path) -> None:
     """Write the code of each case, and its graph before launches replaced the mla ops, to files named by the cache."""
-    from mla_compile import compilation
+    from mla_compile.inductor import codegen
 
     from . import cases, lowering
     from .pretend import present
 
     small = {"L": 32, "R": 16, "CONTEXT": 64, "ROOM": 128, "PAGE_SIZE": 16, "DTYPE": torch.float32}
-    facts, put_launches, name = lowering._facts, compilation.put_launches, ""
+    facts, put_launches, name = lowering._facts, codegen.put_launches, ""
 
     def kept(code: str, *more: Any) -> Any:
         (folder / f"{name}.py").write_text(code)
@@ -52,7 +52,7 @@ def write(folder: Path) -> None:
         mock.patch.multiple(cases, **small),
         mock.patch.dict(cases.SIZES, {"small": SIZES}),
         mock.patch.object(lowering, "_facts", kept),
-        mock.patch.object(compilation, "put_launches", put),
+        mock.patch.object(codegen, "put_launches", put),
         present("h100"),
     ):
         for name, batch in CACHES.items():

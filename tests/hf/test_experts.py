@@ -15,8 +15,7 @@ import transformers
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
-from mla_compile import compilation
-from mla_compile.inductor import widened_products
+from mla_compile.inductor import codegen, widened_products
 from tests.errors import assert_as_close_as_eager
 from tests.hf.families import EXPERTS, FAMILIES, PLAIN, build, decoded, exact, interpreted, some_ids
 
@@ -49,7 +48,7 @@ def test_a_step_has_no_product_by_groups(
         seen.append({str(node.target) for node in module.graph.nodes if len(node.args) > 2})  # with groups
         return make_boxed_func(module.forward)
 
-    with interpreted(family), mock.patch.object(compilation, "compile_fx_inner", interpret):
+    with interpreted(family), mock.patch.object(codegen, "compile_fx_inner", interpret):
         torch.compiler.reset()
         model.compile(backend="mla")
         prompt = model(ids[:, :12])  # 24 tokens with two experts each: more rows than `FEW_ROWS`

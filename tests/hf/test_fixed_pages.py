@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import PagedLatentCache, compilation
+from mla_compile import PagedLatentCache
+from mla_compile.inductor import codegen
 from mla_compile.inductor.interpreted import interpreted
 from tests.hf import families
 from tests.hf.test_deepseek import build
@@ -55,7 +56,7 @@ def graphs(monkeypatch):
         found.append((module, [not isinstance(x, torch.Tensor) for x in inputs], options.get("static_input_idxs", ())))
         return interpreted(module, inputs)
 
-    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
+    monkeypatch.setattr(codegen, "compile_fx_inner", inner)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield found
 

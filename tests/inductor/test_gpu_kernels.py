@@ -9,9 +9,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 pytest.importorskip("triton")
 
 import mla_compile
-from mla_compile import compilation
 from mla_compile.asked import asked as asked_for
-from mla_compile.inductor import gpu_kernels
+from mla_compile.inductor import codegen, gpu_kernels
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels.implementations import expansions
 from mla_compile.report import Report, merged
@@ -104,7 +103,7 @@ def absorbed(q, latent, k_rope, w):
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("kernels", ["auto", "triton", "gluon"])
 def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
-    asked, compile_fx_inner = [], compilation.compile_fx_inner
+    asked, compile_fx_inner = [], codegen.compile_fx_inner
 
     def inner(*arguments, **named):
         compiled = compile_fx_inner(*arguments, **named)
@@ -116,7 +115,7 @@ def test_the_option_holds_while_the_compiled_code_runs(monkeypatch, kernels):
         call._boxed_call = True
         return call
 
-    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
+    monkeypatch.setattr(codegen, "compile_fx_inner", inner)
     inputs = torch.randn(1, 4, 1, 12), torch.randn(1, 200, 16), torch.randn(1, 200, 4), torch.randn(16, 64)
     compiled = torch.compile(absorbed, backend="mla", options={"mla.kernels": kernels})
     torch.testing.assert_close(compiled(*inputs), absorbed(*inputs))

@@ -9,7 +9,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
-from mla_compile import compilation
+from mla_compile.inductor import codegen
 from mla_compile.inductor.gpu_together import joined, together
 from tests.models import HIDDEN, Combined, L, R
 
@@ -70,8 +70,8 @@ def test_inductor_is_asked_where_there_are_launches_and_the_user_says_nothing(mo
         asked.append(config.combo_kernels)
         raise _Asked
 
-    monkeypatch.setattr(compilation, "put_launches", lambda graph, kernels, **_: launched)
-    monkeypatch.setattr(compilation, "compile_fx_inner", inner)
+    monkeypatch.setattr(codegen, "put_launches", lambda graph, kernels, **_: launched)
+    monkeypatch.setattr(codegen, "compile_fx_inner", inner)
     x, cache = torch.randn(1, 1, HIDDEN), (torch.randn(1, 40, L), torch.randn(1, 40, R))
     torch.compiler.reset()
     with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False), pytest.raises(_Asked):

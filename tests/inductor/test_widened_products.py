@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile
-from mla_compile import compilation
 from mla_compile.cpu_products import has_products
-from mla_compile.inductor import widened_products
+from mla_compile.inductor import codegen, widened_products
 from mla_compile.inductor.retrace import retrace
 from mla_compile.inductor.widened_products import widened_addmm, widened_bmm, widened_grouped_mm, widened_mm
 from tests.errors import assert_as_close_as_eager
@@ -157,13 +156,13 @@ def run(module: nn.Module, xs: list[Tensor]) -> list[Tensor]:
 def compiled_products(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor], list[set[Any]]]:
     """Outputs of the compiled module, and which products each of its graphs has."""
     seen: list[set[Any]] = []
-    compile_fx_inner = compilation.compile_fx_inner
+    compile_fx_inner = codegen.compile_fx_inner
 
     def watched(graph: torch.fx.GraphModule, *arguments: Any, **named: Any) -> Any:
         seen.append({node.target for node in graph.graph.nodes} & {MM, ADDMM, WIDENED})
         return compile_fx_inner(graph, *arguments, **named)
 
-    with mock.patch.object(compilation, "compile_fx_inner", watched), torch.no_grad():
+    with mock.patch.object(codegen, "compile_fx_inner", watched), torch.no_grad():
         outputs = run(torch.compile(module, backend="mla", fullgraph=True), xs)
     assert all(site.rewritten for report in mla_compile.reports()[-len(seen) :] for site in report.sites)
     return outputs, seen

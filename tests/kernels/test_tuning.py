@@ -244,7 +244,8 @@ def test_lengths_of_one_power_of_two_are_one_problem(launches):
 
 @pytest.mark.parametrize(("mode", "expected"), [("max-autotune", True), ("default", False), (None, False)])
 def test_the_mode_turns_tuning_on(monkeypatch, mode, expected):
-    from mla_compile import backend, compilation
+    from mla_compile import backend
+    from mla_compile.inductor import codegen
 
     entered = []
 
@@ -254,7 +255,7 @@ def test_the_mode_turns_tuning_on(monkeypatch, mode, expected):
         yield
 
     monkeypatch.setattr(backend, "tuning", noted)
-    monkeypatch.setattr(compilation, "compile_fx", lambda module, inputs, **kwargs: module.forward)
+    monkeypatch.setattr(codegen, "compile_fx", lambda module, inputs, **kwargs: module.forward)
     compiled = torch.compile(lambda x: x * 2 + 1, backend="mla", mode=mode)
     assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
     assert bool(entered) == expected
