@@ -93,10 +93,28 @@ void store_panel(const Problem& p, int64_t head, const Rows& of) {
     p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(of.total.data()[row]);
 }
 
-void add_bias(const Problem& p, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t count, float* scores) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* bias = p.bias + head * p.bias_head + (row + r) * p.bias_row + key * p.bias_key;
-    for (int64_t k = 0; k < count; ++k) scores[k * PANEL + r] += bias[k * p.bias_key];
+// The bias of a panel's queries for one key, at a stride of bias_row.
+const float* bias_of(const Problem& p, int64_t head, const Rows& of, int64_t key) {
+  return p.bias + head * p.bias_head + of.first * p.bias_row + key * p.bias_key;
+}
+
+// Whether the bias hides a block of keys from every query of a panel.
+bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) {
+    const float* bias = bias_of(p, head, of, key + k);
+    for (int64_t r = 0; r < of.count; ++r)
+      if (bias[r * p.bias_row] != -INFINITY) return false;
+  }
+  return true;
+}
+
+void add_bias(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count, float* scores) {
+  for (int64_t k = 0; k < count; ++k, scores += PANEL) {
+    const float* bias = bias_of(p, head, of, key + k);
+    if (p.bias_row == 1)
+      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r];
+    else
+      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r * p.bias_row];
   }
 }
 
@@ -108,12 +126,13 @@ void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, 
 // Attention of a panel to one block of keys.
 void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, const Workspace& w) {
   const int64_t count = std::min(BLOCK, of.seen - key);
+  if (p.bias && hides(p, head, of, key, count)) return;
   const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
   float *scores = w.scores.data(), *o = of.o.data();
   multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
             {p.k_rope + head * p.rope_head + key * p.rope_key, p.rope_key, p.rope, rope}},
            count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
-  if (p.bias) add_bias(p, head, of.first, of.count, key, count, scores);
+  if (p.bias) add_bias(p, head, of, key, count, scores);
   if (key + count - 1 > of.first + p.offset) hide_later_keys(p, of.first, key, count, scores);
   soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data());
   const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));

@@ -80,6 +80,8 @@ class Native:
     ) -> None:
         """bias `[1, H or 1, s or 1, C]`; query i sees keys up to i + offset."""
         heads, query_count, _ = q.shape
+        if bias is not None:  # the kernel adds it to the scores of several queries at once
+            bias = bias.mT.contiguous().mT
         nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
         bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, v.shape[1]).stride()[1:]
         self.kernel(
