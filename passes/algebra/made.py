@@ -60,16 +60,18 @@ def padded(read: Read, own: Dim, between: tuple[Size, Size], number: float, axis
 
 
 def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Read | None:
-    """Two reads concatenated along `axis`; `along` gives the axes that count each read's own indices there.
+    """Two reads concatenated along `axis`; `along` gives the axes that count each read's own indices there. A read that
+    lacks other axes of the one beside it repeats along them, as a prompt that all sequences begin with.
 
-    None if their other axes differ, if neither read differs along the join, or if one repeats along an axis in its
-    `along`. The axes of the source are the same in every source, so that two sources that are alike compare equal.
+    None if neither read differs along the join, or if one repeats along an axis in its `along`. The axes of the source
+    are the same in every source, so that two sources that are alike compare equal.
     """
     pieces = *side_by_side(first, along[0]), *side_by_side(second, along[1])
-    others = [d.axis for d in first.digits if d.axis is not None and d.axis not in along[0]]
+    digits = [(digit.axis, own) for read, own in pieces for digit in read.digits]
+    others = dict.fromkeys(axis for axis, own in digits if axis is not None and axis not in own)
     counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
     whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
-    if not (counted and whole) or any(read.axes.difference(own) != {*others} for read, own in pieces):
+    if not (counted and whole) or others.keys() & {*along[0], *along[1]}:
         return None
     names = {own: bound_axis(place, own.size) for place, own in enumerate(others)}
     bound = [tuple(bound_axis(len(others), own.size) for own in owns) for _, owns in pieces]

@@ -21,16 +21,19 @@ from .substitution import change_term
 from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
 
 
-def as_one(source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False) -> Form | None:
+def as_one(
+    source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False, repeats: bool = False
+) -> Form | None:
     """Two pieces, adjacent along `dim` of the tensor `source`, as one; None if what they are made of is not adjacent.
 
     Their other dimensions have the same axes. A product of which each piece is only a part is no tensor of the graph:
     it is `Unread`. With `joins`, tensors that are not adjacent are joined if they are factors of products whose other
-    factor is the same, or stand beside products in a join.
+    factor is the same, or stand beside products in a join. With `repeats`, one of them may repeat along an axis along
+    which the other differs.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
-        seam = _Seam(a, b, axis, source, joins)
+        seam = _Seam(a, b, axis, source, joins, repeats)
         term = seam.term(first.term, change_term(second.term, dict(zip(others, own, strict=True))))
         if term is not None:
             return Form((*first.dims[:dim], (axis, *own), *first.dims[dim + 1 :]), term)
@@ -58,6 +61,7 @@ class _Seam:
     axis: Axis
     source: Hashable
     joins: bool = False
+    repeats: bool = False
 
     def term(self, a: Term, b: Term, *, is_factor: bool = False, is_piece: bool = False) -> Term | None:
         """The element of both pieces as one; None if they are not adjacent.
@@ -83,6 +87,8 @@ class _Seam:
         if a.read.source == b.read.source:
             return None
         if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
+            return None
+        if not self.repeats and a.axes - {self.first} != b.axes - {self.second}:
             return None
         along = tuple(() if axis is None else (axis,) for axis in (self.first, self.second))
         both = joined(a.read, b.read, (along[0], along[1]), self.axis)

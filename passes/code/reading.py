@@ -125,7 +125,8 @@ class Reader:
     def __call__(self, what: Read, *layout: Dim, broadcast: bool = True) -> Tensor:
         for place, dim in enumerate(layout):  # what is joined along one dimension is joined as it is laid out
             parts = side_by_side(what, dim) if len(dim) == 1 else []
-            if len(parts) > 1 and all({*own} <= part.axes for part, own in parts):
+            alike = broadcast or len({part.axes.difference(own) for part, own in parts}) == 1
+            if len(parts) > 1 and alike and all({*own} <= part.axes for part, own in parts):
                 before, after = layout[:place], layout[place + 1 :]
                 pieces = [self(part, *before, own, *after, broadcast=broadcast) for part, own in parts]
                 return torch.cat(pieces, dim=place)

@@ -1,4 +1,4 @@
-"""Symbolic sizes are computed from those of the tensors at hand, even if no tensor has a symbol as a size by itself."""
+"""Code that reads; sizes that it computes from those of the tensors at hand, even if none has a symbol as a size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile.passes.algebra.made import joined
+from mla_compile.passes.algebra.operations import read_of
 from mla_compile.passes.algebra.sizes import Unaligned
-from mla_compile.passes.code.reading import realizer, tellers
+from mla_compile.passes.algebra.terms import Axis
+from mla_compile.passes.code.reading import Reader, realizer, tellers
 
 
 @pytest.fixture
@@ -87,3 +90,18 @@ def test_tellers_of_a_size_that_nothing_tells(sizes) -> None:
     a, b = sizes
     with pytest.raises(Unaligned, match="nothing in the graph tells the sizes"):
         tellers(graph_of(a + b, a * b), a.node.expr.free_symbols)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_what_repeats_beside_what_differs(broadcast: bool) -> None:
+    """Of two tensors that are joined, one may lack an axis of the other."""
+    rows, place, own, other = Axis(3), Axis(6), Axis(2), Axis(4)
+    graph = fx.Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    reads = read_of(first, [(own,)]).read, read_of(second, [(rows,), (other,)]).read
+    both = joined(*reads, ((own,), (other,)), place)
+    assert both is not None
+    tensors = torch.randn(2), torch.randn(3, 4)
+    read = Reader([first, second], tensors)
+    expected = torch.cat([tensors[0].expand(3, 2), tensors[1]], 1)
+    assert torch.equal(read(both, (rows,), (place,), broadcast=broadcast), expected)

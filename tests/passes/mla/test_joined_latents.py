@@ -1,0 +1,116 @@
+"""Keys and values of a prompt that all sequences begin with, joined with those of each sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.passes import spellings as mla
+from tests.passes.algebra.test_joined_products import CUT
+from tests.passes.checks import check_rewritten, check_unchanged, compiled
+from tests.passes.mla.test_prove import site
+from tests.passes.spellings import UNKNOWN, Function, L, P, R, T
+
+Pair = tuple[Tensor, Tensor]
+
+
+def inputs() -> tuple[Tensor, ...]:
+    """The tensors of MLA, T tokens of which are some of the prompt and then those of each sequence."""
+    x, latent, k_rope, w_q, w_kv = mla.tensors()
+    prompt = latent[:1, :CUT].cos(), k_rope[:1, :CUT].sin()
+    return x, latent[:, CUT:], k_rope[:, CUT:], w_q, w_kv, *prompt
+
+
+def joined(prompt: Tensor, own: Tensor, dim: int = 2) -> Tensor:
+    return torch.cat([prompt.expand(own.shape[0], *prompt.shape[1:]), own], dim)
+
+
+def latents(x, latent, k_rope, w_q, w_kv, prompt, rope):
+    return mla.combined(x, joined(prompt, latent, 1), joined(rope, k_rope, 1), w_q, w_kv)
+
+
+def up_projected(x, latent, k_rope, w_q, w_kv, prompt, rope):
+    """The rope keys are joined by themselves."""
+    pairs = zip(mla.up_projected(prompt, w_kv), mla.up_projected(latent, w_kv), strict=True)
+    k_nope, v = (joined(*pair) for pair in pairs)
+    k = torch.cat([k_nope, mla.to_heads(joined(rope, k_rope, 1))], -1)
+    return mla.sealed(mla.queries(x, w_q), k, v)
+
+
+def whole_keys(x, latent, k_rope, w_q, w_kv, prompt, rope):
+    q, *own = mla.naive(x, latent, k_rope, w_q, w_kv)
+    _, *of_prompt = mla.naive(x, prompt, rope, w_q, w_kv)
+    return mla.softmax(q, *(joined(*pair) for pair in zip(of_prompt, own, strict=True)))
+
+
+def with_biases(x, latent, _, w_q, w_kv, prompt, __):
+    bias = torch.arange(w_kv.shape[1]).double() / 50
+    both = [(each @ w_kv + bias).unflatten(-1, (mla.N, -1)).transpose(1, 2) for each in (prompt, latent)]
+    k, v = joined(*both).split([P, mla.V], -1)
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+def between(x, latent, _, w_q, w_kv, prompt, __):
+    """The prompt stands between tokens of each sequence."""
+    before, _, behind = (each.sin() for each in latent.split([2, 1, T - CUT - 3], 1))
+    parts = [mla.up_projected(each, w_kv) for each in (before, prompt, behind)]
+    sizes = [x.shape[0], -1, -1, -1]
+    k, v = (torch.cat([a, b.expand(sizes), c], 2) for a, b, c in zip(*parts, strict=True))
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+def repeated(x, latent, k_rope, w_q, w_kv, prompt, rope):
+    q, *own = mla.naive(x, latent, k_rope, w_q, w_kv)
+    _, *of_prompt = mla.naive(x, prompt, rope, w_q, w_kv)
+    pairs = zip(of_prompt, own, strict=True)
+    return mla.softmax(q, *(torch.cat([a.repeat(x.shape[0], 1, 1, 1), b], 2) for a, b in pairs))
+
+
+@pytest.mark.parametrize("function", [latents, up_projected, whole_keys, with_biases, repeated])
+def test_a_prompt_of_all_sequences(function: Function) -> None:
+    check_rewritten(function, inputs())
+
+
+def test_a_prompt_between_other_tokens() -> None:
+    for path, _, (outcome,) in compiled(between, inputs()):
+        assert outcome.path == path
+
+
+@pytest.mark.parametrize("function", [up_projected, whole_keys])
+def test_batch_and_lengths_may_be_unknown(function: Function) -> None:
+    check_rewritten(function, inputs(), [*UNKNOWN, (), (), (1,), (1,)])
+
+
+def test_the_latent_is_no_wider() -> None:
+    assert {name: site(whole_keys, *inputs()).sizes[name] for name in "PRLT"} == {"P": P, "R": R, "L": L, "T": T}
+
+
+def with_another_weight(x, latent, _, w_q, w_kv, prompt, __):
+    of_prompt, own = mla.up_projected(prompt, w_kv.roll(1, 1)), mla.up_projected(latent, w_kv)
+    k, v = (joined(*pair) for pair in zip(of_prompt, own, strict=True))
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+def normed(x, latent, _, w_q, w_kv, prompt, __):
+    """Keys and values of the prompt alone are normed by head."""
+    of_prompt, own = mla.up_projected(prompt, w_kv), mla.up_projected(latent, w_kv)
+    k, v = (joined(a / a.norm(dim=-1, keepdim=True), b) for a, b in zip(of_prompt, own, strict=True))
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+@pytest.mark.parametrize("function", [with_another_weight, normed])
+def test_a_prompt_that_is_made_otherwise(function: Function) -> None:
+    check_unchanged(function, inputs())
+
+
+def test_values_of_the_prompt_behind_those_of_each_sequence() -> None:
+    """Keys and values are each an up-projection, of latents in another order."""
+
+    def attention(x, latent, _, w_q, w_kv, prompt, __):
+        of_prompt, own = mla.up_projected(prompt, w_kv), mla.up_projected(latent, w_kv)
+        v = torch.cat([own[1], of_prompt[1].expand(x.shape[0], -1, -1, -1)], 2)
+        return mla.softmax(mla.queries(x, w_q)[..., :P], joined(of_prompt[0], own[0]), v)
+
+    for path, _, (outcome,) in compiled(attention, inputs()):
+        assert (outcome.path, outcome.shapes["Lk"]) == (path, outcome.shapes["L"])
