@@ -232,8 +232,8 @@ class Contracted:
 
 @dataclass(frozen=True)
 class Constant:
-    """A source that is not a tensor of the graph: one number in the dtype of `like`, with a dimension for each of
-    `axes`."""
+    """A source that is not a tensor of the graph: one number in the dtype of `like`, whose elements are not read,
+    with a dimension for each of `axes`."""
 
     like: Read
     number: float

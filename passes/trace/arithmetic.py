@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..algebra import elementwise, joins, operations
+from ..algebra.made import constant
 from ..algebra.sizes import Unaligned, known_at_most
-from ..algebra.terms import Form, Join, Product, Sum, Term, Unread
+from ..algebra.terms import Form, Join, Product, Read, Sum, Term, Unread, Zero
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.shapes import shape_of, size_of
 from . import halves
@@ -141,19 +144,62 @@ def _affine(
     return elementwise.add(node, [product, _times(trace[arguments(node)[0]], beta)], shape_of(node))
 
 
-@HANDLERS.of(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)
+_SUBTRACT = {aten.sub.Tensor, aten.sub.Scalar}
+_SUBTRACT_FROM = {aten.rsub.Tensor, aten.rsub.Scalar}
+
+
+@HANDLERS.of(aten.add.Tensor, aten.add.Scalar, *_SUBTRACT, *_SUBTRACT_FROM)
 def _add(trace: Forms, node: fx.Node) -> Form:
     if (numbers := halves.with_signs(trace, node)) is not None:
         return numbers
     a, b = arguments(node)[:2]
-    if node.target is aten.rsub.Tensor:
-        a, b = b, a
     factor = factor_of(node)
-    known = is_tensor(a) and is_tensor(b) and any(trace[o].term.parts is not None for o in (a, b))
-    if not known or factor is None or not node.meta["val"].dtype.is_floating_point:
+    forms = [_added(trace, operand, other, node) for operand, other in ((a, b), (b, a))]
+    known = [form for form in forms if form is not None]
+    if factor is None or len(known) < 2 or all(form.term.parts is None for form in known):
         return pointwise(trace, node)
-    sign = 1 if node.target is aten.add.Tensor else -1
-    return elementwise.add(node, [trace[a], _times(trace[b], sign * factor)], shape_of(node))
+    first, second = known[::-1] if node.target in _SUBTRACT_FROM else known
+    sign = -1 if node.target in _SUBTRACT | _SUBTRACT_FROM else 1
+    return elementwise.add(node, [first, _times(second, sign * factor)], shape_of(node))
+
+
+def _added(trace: Forms, operand: Any, other: Any, node: fx.Node) -> Form | None:
+    """What an operand adds to the sum `node`: its own form or, of a number beside a tensor that is known, that of a
+    tensor of this number; None if there is none in a floating dtype."""
+    dtype = node.meta["val"].dtype
+    if not dtype.is_floating_point:
+        return None
+    if is_tensor(operand):
+        return trace[operand]
+    if isinstance(operand, bool) or not isinstance(operand, int | float) or not math.isfinite(operand):
+        return None
+    like = _held_in(trace[other].term, dtype) if is_tensor(other) else None
+    number = None if like is None else constant(like, float(operand), ())
+    return None if number is None else Form((), Term(number, None if operand else Zero()))
+
+
+def _held_in(term: Term, dtype: torch.dtype) -> Read | None:
+    """A tensor that a term is computed from, of which a number in `dtype` can have the dtype; None if there is none.
+
+    The term's own tensor is none: it would be kept for its dtype alone.
+    """
+    match term.parts:
+        case Product(left, right):
+            inner: Sequence[Term] = (right, left)
+        case Sum(inner):
+            pass
+        case Join(_, segments):
+            inner = [segment.term for segment in segments]
+        case _:
+            return None
+    for part in inner:
+        source = part.read.source
+        if part.parts is None and isinstance(source, fx.Node) and (own := source.meta["val"].dtype) in WIDE:
+            if torch.promote_types(own, dtype) == own:
+                return Read(source, ())
+        elif (found := _held_in(part, dtype)) is not None:
+            return found
+    return None
 
 
 def _times(form: Form, factor: float) -> Form:

@@ -77,8 +77,13 @@ def of_whole_bytes(node: fx.Node, pieces: Sequence[Form], dim: int) -> Form | No
 def with_signs(trace: Forms, node: fx.Node) -> Form | None:
     """The form of numbers from 0 to 15 less 8; None for any other difference."""
     number, by = arguments(node)[:2]
-    less = BIAS if node.target is aten.sub.Tensor else -BIAS
-    if node.target is aten.rsub.Tensor or by != less or isinstance(by, bool | fx.Node) or argument(node, "alpha") != 1:
+    less = BIAS if node.target in (aten.sub.Tensor, aten.sub.Scalar) else -BIAS
+    if (
+        node.target in (aten.rsub.Tensor, aten.rsub.Scalar)
+        or by != less
+        or isinstance(by, bool | fx.Node)
+        or argument(node, "alpha") != 1
+    ):
         return None
     lookup = lookup_of(trace[number].term) if is_tensor(number) else None
     if lookup is None or lookup.pages.then != (_UNSIGNED,) or lookup.scales is not None:

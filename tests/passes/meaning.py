@@ -16,6 +16,7 @@ from mla_compile.passes.algebra.sizes import Size, same
 from mla_compile.passes.algebra.terms import (
     Axis,
     Bits,
+    Constant,
     Form,
     Join,
     Laid,
@@ -75,9 +76,8 @@ class World:
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a read names. Asserts that every index is within the tensor."""
-        tensor = (
-            self._made(read.source) if isinstance(read.source, Laid | Scaled | Stacked) else self.tensors[read.source]
-        )
+        made = isinstance(read.source, Constant | Laid | Scaled | Stacked)
+        tensor = self._made(read.source) if made else self.tensors[read.source]
         assert len(read.dims) == tensor.ndim
         indices = []
         for dim, size in zip(read.dims, tensor.shape, strict=True):
@@ -100,8 +100,10 @@ class World:
                 elements = torch.from_numpy(elements.astype(np.uint8)).view(step.dtype).double().numpy()
         return elements
 
-    def _made(self, source: Laid | Scaled | Stacked) -> np.ndarray:
+    def _made(self, source: Constant | Laid | Scaled | Stacked) -> np.ndarray:
         """The elements of a source that is not a tensor of the graph."""
+        if isinstance(source, Constant):
+            return np.full([self.number(axis.size) for axis in source.axes], source.number)
         if isinstance(source, Laid):
             whole = Form((source.parts, *((axis,) for axis in source.others)), Term(source.of))
             return self.element(whole, self.read(source.of, self.grids(whole)))

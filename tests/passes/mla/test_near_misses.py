@@ -112,7 +112,8 @@ def unfactored_batch(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_k
 NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "a nonlinearity on the keys": (changed_keys(torch.tanh), "found `tanh`"),
     "a norm on the keys of each head": (changed_keys(lambda k: F.rms_norm(k, (P,))), "an up-projection of"),
-    "a bias on the keys": (changed_keys(lambda k: k + 1), "found `add"),
+    "a number added to the keys under a nonlinearity": (changed_keys(lambda k: (k + 1).relu()), "found `relu"),
+    "a number that is not finite added to the keys": (changed_keys(lambda k: k - 1e400), "found `sub"),
     "rope on the nope part": (changed_keys(rotated), "an up-projection of"),
     "keys of flipped heads": (changed_keys(lambda k: k.flip(1)), "found `flip`"),
     "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
