@@ -60,9 +60,14 @@ def multiplied(term: Term, trace: Trace) -> Iterator[Multiplied]:
 
 def times(query: Term, by: Read, *, divides: bool) -> Term:
     """A query times, or divided by, what multiplies or divides all of its scores; in its own dtype."""
-    source, casts = query.read.source, [step for step in query.read.then if isinstance(step, torch.dtype)]
-    own = casts[-1:] or ([source.meta["val"].dtype] if isinstance(source, fx.Node) else [])
-    return Term(replace(made.multiplied(query.read, by, How.OVER if divides else How.TIMES), then=tuple(own)))
+    return Term(in_own_dtype(made.multiplied(query.read, by, How.OVER if divides else How.TIMES), query.read))
+
+
+def in_own_dtype(made_of: Read, query: Read) -> Read:
+    """What is made of a query, in the dtype of that query."""
+    casts = [step for step in query.then if isinstance(step, torch.dtype)]
+    own = casts[-1:] or ([query.source.meta["val"].dtype] if isinstance(query.source, fx.Node) else [])
+    return replace(made_of, then=tuple(own))
 
 
 def regrouped(parts: Product, is_outer: Callable[[Term], bool], trace: Trace) -> tuple[Product, fx.Node] | None:

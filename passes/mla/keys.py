@@ -13,6 +13,7 @@ from ..trace.trace import Trace
 from .apart import own_latent, shared_by_heads
 from .of_latent import absorbed, up_projected
 from .pieces import around, pieces_of
+from .same_keys import with_summed_queries
 from .side_by_side import side_by_side
 from .site import OwnLatent, Piece
 from .values import Values
@@ -49,6 +50,7 @@ def told_apart(attention: Attention, values: Values, trace: Trace, *, apart: boo
         for piece in pieces_of(node, score, keys, weight_heads, values, trace)
         for part in around(piece, latent.read, rank)
     ]
+    pieces = with_summed_queries(attention, pieces)
     for piece in side_by_side(attention, pieces, [up_projected(piece, keys, latent, rank) for piece in pieces]):
         if piece.key.axes.isdisjoint(keys):
             shifts.append(piece)
