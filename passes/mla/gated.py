@@ -4,6 +4,8 @@
     value = (latent W_UV) g        =        (g latent) W_UV
 
     key   = where(m, latent W_UK, 0)    =    where(m, latent, 0) W_UK        m: a bool of each key
+    key   = (latent W_UK + bias) g           =        (g latent) W_UK + g bias         a latent of one column more
+
     key   = where(m, latent W1, latent W2)   =   where(m, latent, 0) W1 + where(m, 0, latent) W2
 
 The same goes for the factor of a norm of the latent that is applied after the up-projection, for a factor of each group
@@ -22,7 +24,7 @@ from torch import fx
 
 from ..algebra import operations
 from ..algebra.elementwise import addends
-from ..algebra.made import multiplied
+from ..algebra.made import constant, multiplied
 from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
 from ..algebra.terms import Axis, Bits, Dim, Form, How, Join, Product, Read, Segment, Sum, Term, Unread, Zero
@@ -242,7 +244,7 @@ def _changed(term: Term, by: Read, keys: set[Axis], how: How) -> Term | None:
                     own = inner or Term(multiplied(side.read, by, how))
                     return Term(read, replace(parts, left=own) if side is left else replace(parts, right=own))
         case Sum(terms):
-            each = [_changed(addend, by, keys, how) for addend in terms]
+            each = [_changed_bias(addend, by, keys, how) or _changed(addend, by, keys, how) for addend in terms]
             known = tuple(addend for addend in each if addend is not None)
             return Term(read, Sum(known)) if len(known) == len(terms) else None
         case Join(axis, segments):
@@ -257,3 +259,14 @@ def _changed(term: Term, by: Read, keys: set[Axis], how: How) -> Term | None:
                 start = total([start, segment.size])
             return Term(read, Join(axis, tuple(pieces)))
     return None
+
+
+def _changed_bias(term: Term, by: Read, keys: set[Axis], how: How) -> Term | None:
+    """A bias that a number of each key changes, as a product: the number is a latent of one column, and the bias its
+    weight. None if the term is no bias, or is the same for all keys afterwards too."""
+    if term.parts is not None or not term.axes.isdisjoint(keys) or by.axes.isdisjoint(keys):
+        return None
+    if isinstance(term.read.source, Unread):
+        return None
+    column = by if how is How.TIMES else multiplied(constant(replace(term.read, dims=(), then=()), 1.0, ()), by, how)
+    return Term(multiplied(term.read, by, how), Product(Term(column), Term(term.read), ()))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..algebra.made import constant, joined
 from ..algebra.operations import alike
-from ..algebra.sizes import total
+from ..algebra.sizes import product, total
 from ..algebra.substitution import change_read
 from ..algebra.terms import Axis, Dim, Join, Product, Read, Sum, Term, Unread
 from ..attention.attention import Attention
@@ -88,9 +88,9 @@ class _OneLatent:
         weight = self._weight(weights) if weights else None
         if weight is None:
             return whole
-        product = Product(self.whole, Term(weight), (self.rank,))
+        parts = Product(self.whole, Term(weight), (self.rank,))
         unread = replace(whole.read, source=Unread(whole.read.source))
-        one = Term(unread, product)
+        one = Term(unread, parts)
         return Term(unread, Sum((one, *others))) if others else one
 
     def _weight(self, weights: dict[int, Read]) -> Read | None:
@@ -123,7 +123,7 @@ def _side_by_side(reads: Sequence[tuple[Read, Dim]], rank: Axis | None = None) -
     """Reads, each with its own axes of a join, joined along `rank`; None if they have unlike axes otherwise."""
     (read, dim), *others = reads
     for i, (other, own) in enumerate(others):
-        size = total(axis.size for axis in (*dim, *own))
+        size = total(product(axis.size for axis in axes) for axes in (dim, own))
         axis = rank if rank is not None and i == len(others) - 1 else Axis(size)
         both = joined(read, other, (dim, own), axis)
         if both is None:
