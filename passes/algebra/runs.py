@@ -22,18 +22,18 @@ from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undef
 
 
 def as_one(
-    source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False, repeats: bool = False
+    source: Hashable, first: Form, second: Form, dim: int, *, joins: bool = False, loosely: bool = False
 ) -> Form | None:
     """Two pieces, adjacent along `dim` of the tensor `source`, as one; None if what they are made of is not adjacent.
 
     Their other dimensions have the same axes. A product of which each piece is only a part is no tensor of the graph:
     it is `Unread`. With `joins`, tensors that are not adjacent are joined if they are factors of products whose other
-    factor is the same, or stand beside products in a join. With `repeats`, one of them may repeat along an axis along
-    which the other differs.
+    factor is the same, or stand beside products in a join. With `loosely`, these may be
+    parts of one tensor, be addends too, and repeat along an axis along which the other differs.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
-        seam = _Seam(a, b, axis, source, joins, repeats)
+        seam = _Seam(a, b, axis, source, joins, loosely)
         term = seam.term(first.term, change_term(second.term, dict(zip(others, own, strict=True))))
         if term is not None:
             return Form((*first.dims[:dim], (axis, *own), *first.dims[dim + 1 :]), term)
@@ -61,7 +61,7 @@ class _Seam:
     axis: Axis
     source: Hashable
     joins: bool = False
-    repeats: bool = False
+    loosely: bool = False
 
     def term(self, a: Term, b: Term, *, is_factor: bool = False, is_piece: bool = False) -> Term | None:
         """The element of both pieces as one; None if they are not adjacent.
@@ -84,11 +84,10 @@ class _Seam:
 
     def _laid(self, a: Term, b: Term) -> Term | None:
         """A read of the two tensors joined; None if they cannot be."""
-        if a.read.source == b.read.source:
-            return None
         if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
             return None
-        if not self.repeats and a.axes - {self.first} != b.axes - {self.second}:
+        beside = a.axes - {self.first}, b.axes - {self.second}
+        if not self.loosely and (a.read.source == b.read.source or beside[0] != beside[1]):
             return None
         along = tuple(() if axis is None else (axis,) for axis in (self.first, self.second))
         both = joined(a.read, b.read, (along[0], along[1]), self.axis)
@@ -183,7 +182,7 @@ class _Seam:
                 sides = [self.term(*pair, is_factor=shared) for pair in pairs]
                 return Product(sides[0], sides[1], summed, scale) if sides[0] and sides[1] else None
             case Sum(terms), Sum(others) if len(terms) == len(others):
-                both = [self.term(*pair) for pair in zip(terms, others, strict=True)]
+                both = [self.term(*pair, is_piece=self.loosely) for pair in zip(terms, others, strict=True)]
                 known = tuple(term for term in both if term is not None)
                 return Sum(known) if len(known) == len(terms) else None
             case Join() as join, Join() as other:

@@ -27,7 +27,7 @@ from .composed import composed
 from .computed import computed
 from .gated import ungated
 from .groups import flat, groups_of, in_groups, with_latents
-from .joined_latents import with_joined_latents
+from .joined_factors import with_joined_factors
 from .keys import told_apart
 from .one_latent import in_one_latent
 from .own_ropes import SHARE, as_biases, own_of
@@ -105,9 +105,9 @@ def _as_written(attention: Attention, trace: Trace) -> Site | None:
     return _prove(attention, Values(attention.value, attention.columns, None), trace)
 
 
-def _with_joined_latents(attention: Attention, trace: Trace) -> Site | None:
-    """Latents are joined instead of keys and values: first, as all other readings are of one product."""
-    joined = with_joined_latents(attention)
+def _with_joined_factors(attention: Attention, trace: Trace) -> Site | None:
+    """Latents or weights are joined instead of keys and values: first, as all other readings are of one product."""
+    joined = with_joined_factors(attention)
     return None if joined is None else prove(joined, trace)
 
 
@@ -141,7 +141,7 @@ def _in_groups_of_one_tensor(attention: Attention, trace: Trace) -> Site | None:
 
 
 _OTHER_READINGS = (
-    _with_joined_latents,
+    _with_joined_factors,
     _with_gated_latent,
     _with_latents_in_one,
     _in_joined_groups,

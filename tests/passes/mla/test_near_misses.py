@@ -118,7 +118,6 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "keys of flipped heads": (changed_keys(lambda k: k.flip(1)), "found `flip`"),
     "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
     "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
-    "keys of later tokens": (changed_keys(lambda k: torch.cat([k[:, :, 1:], k[:, :, :1]], 2)), "2 pieces"),
     "a gate of each key and head": (
         changed_keys(lambda k: k * torch.ones(N, T, 1).double().cumsum(1)),
         "an up-projection times `cumsum",

@@ -1,4 +1,5 @@
-"""Keys and values of a prompt that all sequences begin with, joined with those of each sequence."""
+"""Keys and values that are joined of products: of a prompt that all sequences begin with and the tokens of each
+sequence, and of columns that do not lie side by side in one product."""
 
 from __future__ import annotations
 
@@ -114,3 +115,64 @@ def test_values_of_the_prompt_behind_those_of_each_sequence() -> None:
 
     for path, _, (outcome,) in compiled(attention, inputs()):
         assert (outcome.path, outcome.shapes["Lk"]) == (path, outcome.shapes["L"])
+
+
+def values(change: Function, bias: float = 0.0) -> Function:
+    """MLA whose values are `change` of the columns `[B, N, T, P + V]` of keys and values."""
+
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        up = latent @ w_kv
+        up = (up + bias * torch.arange(w_kv.shape[1]).double() if bias else up).unflatten(-1, (mla.N, P + mla.V))
+        up = up.transpose(1, 2)
+        k = torch.cat([up[..., 2 : P + 2], mla.to_heads(k_rope)], -1)
+        return mla.softmax(mla.queries(x, w_q), k, change(up))
+
+    return attention
+
+
+def around(up: Tensor) -> Tensor:
+    return torch.cat([up[..., :2], up[..., P + 2 :]], -1)
+
+
+COLUMNS: dict[str, Function] = {
+    "around those of keys": values(around),
+    "with biases": values(around, bias=0.1),
+    "in another order": values(lambda up: torch.cat([up[..., P:], up[..., :2]], -1)),
+    "a single one": values(lambda up: torch.cat([up[..., -1:], up[..., P:-1]], -1)),
+    "in three parts": values(lambda up: torch.cat([up[..., 6:8], up[..., :2], up[..., -2:]], -1)),
+    "that overlap": values(lambda up: torch.cat([up[..., 5:9], up[..., 4:7]], -1)),
+    "with a number on both": values(lambda up: around(up) * 0.5),
+}
+
+
+@pytest.mark.parametrize("function", COLUMNS.values(), ids=COLUMNS)
+def test_columns_of_values_that_lie_apart(function: Function) -> None:
+    check_rewritten(function, mla.tensors())
+
+
+def test_columns_that_lie_apart_of_unknown_sizes() -> None:
+    check_rewritten(COLUMNS["around those of keys"], mla.tensors(), UNKNOWN)
+
+
+def test_keys_of_later_tokens_than_values() -> None:
+    """The latent of the keys is that of the values in another order of tokens."""
+
+    def attention(x: Tensor, latent: Tensor, _: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        k, v = mla.up_projected(latent, w_kv)
+        return mla.softmax(mla.queries(x, w_q)[..., :P], torch.cat([k[:, :, 1:], k[:, :, :1]], 2), v)
+
+    for path, _, (outcome,) in compiled(attention, mla.tensors()):
+        assert (outcome.path, outcome.shapes["Lk"]) == (path, outcome.shapes["L"])
+
+
+OTHERS: dict[str, Function] = {
+    "turned as by a rope": values(lambda up: torch.cat([-up[..., P + 2 :], up[..., :2]], -1)),
+    "a norm of one part": values(lambda up: torch.cat([up[..., :2].softmax(-1), up[..., P + 2 :]], -1)),
+    "other tokens in one part": values(lambda up: torch.cat([up[..., :2], up[..., P + 2 :].flip(2)], -1)),
+    "other heads in one part": values(lambda up: torch.cat([up[..., :2], up[..., P + 2 :].roll(1, 1)], -1)),
+}
+
+
+@pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
+def test_columns_of_values_that_are_changed_apart(function: Function) -> None:
+    check_unchanged(function, mla.tensors())
