@@ -154,6 +154,15 @@ def test_columns_that_lie_apart_of_unknown_sizes() -> None:
     check_rewritten(COLUMNS["around those of keys"], mla.tensors(), UNKNOWN)
 
 
+def test_tokens_that_lie_apart() -> None:
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        return mla.sealed(q, *(torch.cat([each[:, :, :2], each[:, :, 5:]], 2) for each in (k, v)))
+
+    for path, _, (outcome,) in compiled(attention, mla.tensors()):
+        assert (outcome.path, outcome.shapes["T"]) == (path, str(T - 3))
+
+
 def test_keys_of_later_tokens_than_values() -> None:
     """The latent of the keys is that of the values in another order of tokens."""
 

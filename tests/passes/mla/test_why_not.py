@@ -74,14 +74,14 @@ def reordered_beside_new(*args: Tensor) -> Tensor:
     return mla.sealed(q, k, v)
 
 
-def without_tokens_between(*args: Tensor) -> Tensor:
+def scaled_in_part(*args: Tensor) -> Tensor:
     q, k, v = mla.naive(*args)
-    k, v = (torch.cat([each[:, :, :2], each[:, :, 5:]], 2) for each in (k, v))
+    k, v = (torch.cat([each[:, :, :2] * 2, each[:, :, 5:]], 2) for each in (k, v))
     return mla.sealed(q, k, v)
 
 
 def test_pieces_of_up_projections_are_to_be_joined_before() -> None:
-    (outcome,) = rewrite(capture(without_tokens_between, *mla.tensors()))
+    (outcome,) = rewrite(capture(scaled_in_part, *mla.tensors()))
     assert outcome.reason.startswith(NO_VALUES + "2 pieces: a product of")
     assert outcome.remedy.startswith("join the latents")
 
