@@ -9,8 +9,9 @@ weights, latent cache, query, output, and the path's own workspace once written 
 since no path here has to store them.
 
 Masks: with `causal`, only the query-key pairs that a causal mask leaves are counted, `Sq T - Sq (Sq - 1) / 2`.
-Decisions count all pairs, because most CPU attention computes them all and because it hardly changes the decision: for
-DeepSeek-V3's dims and a context of 1000 the crossover moves from 148.6 to 158.1 queries.
+Decisions between paths that attend to all keys count all pairs, because it hardly changes them: for DeepSeek-V3's dims
+and a context of 1000 the crossover moves from 148.6 to 158.1 queries. Where queries name keys (`Named`), it may halve
+what the other paths compute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,21 @@ class Dims:
     def output(self) -> Size:
         """Elements of the output."""
         return self.B * self.Sq * self.N * self.V
+
+
+@dataclass(frozen=True)
+class Named:
+    """Keys that queries name: each attends to these alone."""
+
+    count: Size
+    """The number of keys that each query names."""
+    causal: bool
+    """Whether a causal limit hides keys too. Paths that attend to all keys then compute only the pairs it leaves."""
+
+
+def attends_causally(named: Named | None) -> bool:
+    """Whether the cost of attending to all keys counts only the pairs that a causal limit leaves."""
+    return named is not None and named.causal
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_compile.cost import Cost, Device, Dims, predicted_seconds
+from mla_compile.cost import Cost, Device, Dims, Named, predicted_seconds
 from mla_compile.passes.paths.absorbed import Absorbed
 from mla_compile.passes.paths.absorbed import absorbed_cost as absorbed
 from mla_compile.passes.paths.as_written import expanded_cost as expanded
@@ -21,6 +21,7 @@ from tests.drawn import UNHURRIED
 V3 = {"N": 128, "L": 512, "P": 128, "R": 64, "V": 128}
 CPU = Device("cpu", 1.4e11, 1.3e10)
 SMALL = Dims(B=2, Sq=2, T=5, N=3, L=4, P=2, R=1, V=3)
+FEW = Named(2048, causal=True)
 Sq, T = sympy.symbols("s0 s1", integer=True, positive=True)
 QUERIES = sympy.Symbol("Sq", positive=True)
 """The unknown of `crossover_queries`; its `T` may be written in terms of it."""
@@ -183,32 +184,34 @@ def test_sparse_flops_and_bytes_are_those_of_the_products_and_tensors():
 
 
 def test_few_named_keys_of_many_are_sparse_and_all_or_most_of_them_dense():
-    def path(Sq, T, topk):
-        return choose(Dims(B=1, Sq=Sq, T=T, **V3), CPU, 2, 1024, topk=topk).path
+    def path(Sq, T, topk, causal=False):
+        return choose(Dims(B=1, Sq=Sq, T=T, **V3), CPU, 2, 1024, named=Named(topk, causal)).path
 
-    assert path(1, 65536, 2048) == "sparse"
+    assert path(1, 65536, 2048) == path(1, 65536, 2048, causal=True) == "sparse"
     assert path(1, 2048, 2048) == "absorbed"
     assert path(1, 2000, 2048) == "absorbed"
     assert path(4096, 65536, 2048) == "sparse"
     assert path(4096, 4096, 2048) == "chunked"
+    assert path(8192, 8192, 2048) == path(16384, 16384, 2048, causal=True) == "sparse"
+    assert path(8192, 8192, 2048, causal=True) == "chunked"  # half of all pairs, at a third of the width
 
 
 def test_as_many_named_keys_as_there_are_is_dense_at_any_length():
-    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 1024}, topk=T)
+    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 1024}, named=Named(T, causal=True))
     assert (decision.path, decision.conditions) == ("absorbed", (T >= 4,))
 
 
 def test_a_sparse_decode_says_from_what_length_on():
-    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 65536}, topk=2048)
+    decision = choose(Dims(B=1, Sq=1, T=T, **V3), CPU, 2, 1024, {T: 65536}, named=FEW)
     (condition,) = decision.conditions
     assert decision.path == "sparse"
-    assert choose(Dims(B=1, Sq=1, T=int(condition.rhs) - 1, **V3), CPU, 2, 1024, topk=2048).path == "absorbed"
+    assert choose(Dims(B=1, Sq=1, T=int(condition.rhs) - 1, **V3), CPU, 2, 1024, named=FEW).path == "absorbed"
 
 
 def test_attention_absorbed_by_hand_has_no_keys_to_expand():
     dims = Dims(B=1, Sq=4096, T=4096, **V3)
     assert choose(dims, CPU, 4, 1024, paths=[Absorbed(), Sparse()]).path == "absorbed"
-    assert choose(dims, CPU, 4, 1024, topk=64, paths=[Absorbed(), Sparse()]).path == "sparse"
+    assert choose(dims, CPU, 4, 1024, named=Named(64, causal=True), paths=[Absorbed(), Sparse()]).path == "sparse"
 
 
 sizes = st.integers(1, 5000)
@@ -229,12 +232,15 @@ shapes = st.sampled_from(
 )
 
 
-def roofline_path(dims, device, element_size, workspace_tokens, topk=None):
+def roofline_path(dims, device, element_size, workspace_tokens, topk=None, causal=False):
     def seconds(cost):
         flops, moved = (Fraction(int(x.p), int(x.q)) for x in (cost.flops, cost.bytes))
         return max(flops / Fraction(device.flops_per_s), moved / Fraction(device.bytes_per_s))
 
-    costs = {"absorbed": absorbed(dims, element_size), "chunked": chunked(dims, element_size, workspace_tokens)}
+    costs = {
+        "absorbed": absorbed(dims, element_size, causal=causal),
+        "chunked": chunked(dims, element_size, workspace_tokens, causal=causal),
+    }
     if topk is not None:
         costs["sparse"] = sparse(dims, element_size, topk)
     return min(costs, key=lambda path: seconds(costs[path]))
@@ -248,16 +254,18 @@ def roofline_path(dims, device, element_size, workspace_tokens, topk=None):
     element_size=st.sampled_from([1, 2, 4]),
     workspace_tokens=sizes,
     topk=st.sampled_from([None, 1, 64, 2048, T]),
+    causal=st.booleans(),
     hints=st.tuples(sizes, sizes),
     points=st.lists(st.tuples(sizes, sizes), min_size=8, max_size=8),
 )
 def test_where_the_conditions_hold_the_roofline_agrees(
-    shape, fixed, device, element_size, workspace_tokens, topk, hints, points
+    shape, fixed, device, element_size, workspace_tokens, topk, causal, hints, points
 ):
     dims = Dims(**shape, **fixed)
     symbols = set().union(*(sympy.sympify(size).free_symbols for size in (*shape.values(), topk or 1)))
     given_hints = dict(zip((Sq, T), hints, strict=True))
-    decision = choose(dims, device, element_size, workspace_tokens, given_hints, topk=topk)
+    decision = choose(dims, device, element_size, workspace_tokens, given_hints, named=topk and Named(topk, causal))
+    causal = causal and topk is not None
     if topk is not None and topk == shape["T"]:
         topk = None  # every key is named
 
@@ -266,7 +274,7 @@ def test_where_the_conditions_hold_the_roofline_agrees(
         holds = all(condition.subs(values) == True for condition in decision.conditions)  # noqa: E712
         numbers = {name: int(sympy.sympify(size).subs(values)) for name, size in shape.items()}
         named = None if topk is None else int(sympy.sympify(topk).subs(values))
-        return holds, roofline_path(Dims(**numbers, **fixed), device, element_size, workspace_tokens, named)
+        return holds, roofline_path(Dims(**numbers, **fixed), device, element_size, workspace_tokens, named, causal)
 
     assert at(hints) == (True, decision.path)
     for condition in decision.conditions:

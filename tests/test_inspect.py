@@ -238,7 +238,7 @@ def test_costs_are_those_that_decided(decode):
     (outcome,) = decode.report.sites
     proved = decode.of(outcome)
     assert {name: str(size) for name, size in proved.sizes.items()} == outcome.shapes
-    costs = Model.of(proved, DEVICE, 1024).paths(outcome, proved.topk)
+    costs = Model.of(proved, DEVICE, 1024).paths(outcome, proved.named)
     assert [cost.path for cost in costs] == ["as written", "chunked", "absorbed"]
     assert [cost.path for cost in costs if cost.chosen] == ["absorbed"]
     assert min(costs[1:], key=lambda cost: cost.seconds).path == fastest(proved.dims, DEVICE, 4, 1024).path

@@ -89,7 +89,7 @@ def _pieces(visibility: Visibility, chunk: KeyPositions, query_count: int, dtype
     """
     every = range(len(chunk))
     if visibility.mask is not None:
-        for queries, bias in masked_tiles(visibility, chunk, query_count, dtype):
+        for queries, bias in masked_tiles(visibility, chunk, range(query_count), dtype):
             yield queries, every, False, bias
         return
     assert isinstance(chunk, range)

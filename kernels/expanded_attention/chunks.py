@@ -133,16 +133,17 @@ def of_heads(visibility: Visibility, heads: slice) -> Visibility:
 
 
 def masked_tiles(
-    visibility: Visibility, chunk: KeyPositions, query_count: int, dtype: torch.dtype
+    visibility: Visibility, chunk: KeyPositions, queries: range, dtype: torch.dtype
 ) -> Iterator[tuple[range, Tensor | None]]:
-    """Yield tiles of queries that see some of the chunk's keys, each with the mask's bias for it (None for nothing)."""
+    """Yield tiles of those queries that see some of the chunk's keys, each with the mask's bias for it (None for
+    nothing)."""
     assert visibility.mask is not None
     step = max(min(_MASKED_QUERIES, _BIAS_ELEMENTS // (visibility.mask.shape[1] * len(chunk))), 1)
-    for start in range(0, query_count, step):
-        queries = range(start, min(start + step, query_count))
-        bias = visibility.bias(queries, chunk, dtype)
+    for start in range(0, len(queries), step):
+        tile = queries[start : start + step]
+        bias = visibility.bias(tile, chunk, dtype)
         if bias is None or not reads_values(bias) or not bool((bias == -torch.inf).all()):
-            yield queries, bias
+            yield tile, bias
 
 
 def leveled(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

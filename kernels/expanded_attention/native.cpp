@@ -3,7 +3,7 @@
 //     q      [heads, queries, P + R]          any strides, but 1 in the last dim; the same holds for the others
 //     k      [heads, keys, P], k_rope [heads, keys, R]   with a stride of 0 where heads share the rope keys
 //     v      [heads, V, keys]                 keys last, so that both products read rows with a last stride of 1
-//     bias   [heads, queries, keys] or null   any strides, -inf hides
+//     bias   [heads, queries, keys] or null   -inf hides; queries side by side, or one for all with a stride of 0
 //     o      [heads, queries, V], lse [heads, queries]    float32: on entry the state after earlier chunks, updated
 //
 // NUMBER is the type of q; keys and values are of the type that `panels.h` chooses.
@@ -93,7 +93,7 @@ void store_panel(const Problem& p, int64_t head, const Rows& of) {
     p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(of.total.data()[row]);
 }
 
-// The bias of a panel's queries for one key, at a stride of bias_row.
+// The bias of a panel's queries for one key.
 const float* bias_of(const Problem& p, int64_t head, const Rows& of, int64_t key) {
   return p.bias + head * p.bias_head + of.first * p.bias_row + key * p.bias_key;
 }
@@ -102,8 +102,8 @@ const float* bias_of(const Problem& p, int64_t head, const Rows& of, int64_t key
 bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count) {
   for (int64_t k = 0; k < count; ++k) {
     const float* bias = bias_of(p, head, of, key + k);
-    for (int64_t r = 0; r < of.count; ++r)
-      if (bias[r * p.bias_row] != -INFINITY) return false;
+    for (int64_t r = 0; r < (p.bias_row ? of.count : 1); ++r)
+      if (bias[r] != -INFINITY) return false;
   }
   return true;
 }
@@ -111,10 +111,10 @@ bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t 
 void add_bias(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count, float* scores) {
   for (int64_t k = 0; k < count; ++k, scores += PANEL) {
     const float* bias = bias_of(p, head, of, key + k);
-    if (p.bias_row == 1)
-      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r];
+    if (p.bias_row == 0)
+      for (int64_t r = 0; r < of.count; ++r) scores[r] += *bias;
     else
-      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r * p.bias_row];
+      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r];
   }
 }
 

@@ -10,8 +10,8 @@ that is always so. float64 tensors, and machines without a C++ compiler, take `a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -66,22 +66,20 @@ class Native:
         """See `Arithmetic`."""
         if keys.rope.shape[2] > 1 and keys.rope.stride(2) != 1:
             keys = Keys(keys.nope, keys.rope.contiguous(), keys.v)
-        if visibility.mask is not None:
-            for queries, bias in masked_tiles(visibility, chunk, q.shape[1], torch.float32):
-                rows = slice(queries.start, queries.stop)
-                self._run(q[:, rows], keys, bias, len(chunk), scale, (state[0][:, rows], state[1][:, rows]))
-            return
-        assert isinstance(chunk, range)
-        offset = len(chunk) if visibility.causal_offset is None else visibility.causal_offset - chunk.start
-        self._run(q, keys, None, offset, scale, state)
+        offset = len(chunk)
+        if visibility.causal_offset is not None and isinstance(chunk, range):  # then the kernel stops at the diagonal
+            offset = visibility.causal_offset - chunk.start
+            visibility = replace(visibility, causal_offset=None)
+        for queries, bias in _tiles(visibility, chunk, range(max(-offset, 0), q.shape[1])):
+            rows = slice(queries.start, queries.stop)
+            own = state[0][:, rows], state[1][:, rows]
+            self._run(q[:, rows], keys, bias, offset + queries.start, scale, own)
 
     def _run(
         self, q: Tensor, keys: Keys, bias: Tensor | None, offset: int, scale: float, state: tuple[Tensor, Tensor]
     ) -> None:
         """bias `[1, H or 1, s or 1, C]`; query i sees keys up to i + offset."""
         heads, query_count, _ = q.shape
-        if bias is not None:  # the kernel adds it to the scores of several queries at once
-            bias = bias.mT.contiguous().mT
         nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
         bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, v.shape[1]).stride()[1:]
         self.kernel(
@@ -91,6 +89,18 @@ class Native:
             *(*state[0].stride()[:2], *state[1].stride()),
             *(offset, scale, torch.get_num_threads()),
         )
+
+
+def _tiles(visibility: Visibility, chunk: KeyPositions, queries: range) -> Iterator[tuple[range, Tensor | None]]:
+    """Tiles of queries, each with the mask's bias for it: all together where a mask is none or the same for all."""
+    mask = visibility.mask
+    if mask is None or (mask.shape[2] == 1 and visibility.causal_offset is None):
+        if queries:
+            yield queries, visibility.bias(queries, chunk, torch.float32)
+        return
+    for tile, bias in masked_tiles(visibility, chunk, queries, torch.float32):
+        # Those of several queries, to whose scores the kernel adds them at once, side by side.
+        yield tile, None if bias is None else bias.mT.contiguous().mT
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)

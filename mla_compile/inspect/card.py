@@ -97,7 +97,7 @@ def card(group: Group, device: Device, workspace_tokens: int) -> str:
         parts += [
             _pair(group, before, after, Workspace.of(model)),
             "<h4>Predicted cost of each path</h4>",
-            _costs(model.paths(outcome, group.proved.topk)),
+            _costs(model.paths(outcome, group.proved.named)),
             _crossings(model),
             _details("What was proved", _proof(group.proved)),
             _details("Code of this attention, before and after", _code(group, before, after)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from mla_compile.passes.pipeline import Result
 from mla_compile.passes.text.proofs import proof_text
 
 from ..backend import compile_and_record
-from ..cost import Dims
+from ..cost import Dims, Named
 from ..dynamo.afresh import compiled_afresh
 from ..graph_log import observed, snapshot
 from ..report import Report
@@ -45,8 +45,8 @@ class Proved:
     meaning: Meaning
     sizes: Mapping[str, int]
     """`B, Sq, T, N, L, P, R, V` as numbers; symbols of the graph have their present values."""
-    topk: int | None
-    """The number of keys that each query names, if the path may be sparse."""
+    named: Named | None
+    """Which keys queries name, if the path may be sparse; with numbers for symbols."""
     text: str
     """The proof and the choice in the notation of the algebra."""
 
@@ -120,7 +120,7 @@ def _numbered(result: Result, site: Site, meaning: Meaning) -> Proved:
         expression = sympy.sympify(size)
         return int(expression.subs({symbol: hint_of(symbol, environment) for symbol in expression.free_symbols}))
 
-    named = NamedKeys.of(site, meaning)
-    topk = None if named is None else now(named.count)
+    keys = NamedKeys.of(site, meaning)
+    named = None if keys is None else replace(keys.named, count=now(keys.count))
     sizes = {name: now(size) for name, size in site.sizes.items()}
-    return Proved(site, meaning, sizes, topk, proof_text(site, meaning, result.choice))
+    return Proved(site, meaning, sizes, named, proof_text(site, meaning, result.choice))

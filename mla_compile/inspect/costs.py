@@ -11,7 +11,7 @@ from mla_compile.passes.paths import all as every
 from mla_compile.passes.paths.as_written import expanded_cost
 from mla_compile.passes.paths.path import Path
 
-from ..cost import Cost, Device, Dims, predicted_seconds
+from ..cost import Cost, Device, Dims, Named, predicted_seconds
 from .collect import Proved
 
 CONTEXTS = (1024, 8192, 65536)
@@ -76,9 +76,9 @@ class Model:
         candidates = every.paths_of(proved.site, proved.meaning)
         return Model(proved.dims, device, value.element_size(), workspace_tokens, candidates)
 
-    def paths(self, outcome: Outcome, topk: int | None) -> list[PathCost]:
+    def paths(self, outcome: Outcome, named: Named | None) -> list[PathCost]:
         """The cost of the code as written, then that of each path, the slowest first."""
-        costs = {path.word: self._cost(path, self.dims, topk) for path in self.candidates}
+        costs = {path.word: self._cost(path, self.dims, named) for path in self.candidates}
         found = [
             PathCost(word, int(cost.flops), int(cost.bytes), self._seconds(cost), word == outcome.path)
             for word, cost in {AS_WRITTEN: expanded_cost(self.dims, self.element_size), **costs}.items()
@@ -120,8 +120,8 @@ class Model:
         dims = replace(self.dims, Sq=queries, T=context + queries)
         return Point(queries, {path.word: self._seconds(self._cost(path, dims, None)) for path in self.drawn})
 
-    def _cost(self, path: Path, dims: Dims, topk: int | None) -> Cost:
-        return path.cost(dims, self.element_size, self.workspace_tokens, topk)
+    def _cost(self, path: Path, dims: Dims, named: Named | None) -> Cost:
+        return path.cost(dims, self.element_size, self.workspace_tokens, named)
 
     def _seconds(self, cost: Cost) -> float:
         return predicted_seconds(cost, self.device)

@@ -9,6 +9,8 @@ import sympy
 import torch
 from torch import Tensor
 
+from mla_compile.cost import Named
+
 from ..algebra.sizes import Size, symbols_in
 from ..algebra.terms import Read
 from ..code.reading import Reader
@@ -44,6 +46,11 @@ class NamedKeys:
     def count(self) -> Size:
         """How many keys a query names."""
         return self.naming.count
+
+    @property
+    def named(self) -> Named:
+        """What the cost model is told."""
+        return Named(self.count, causal=self.offset is not None)
 
     @property
     def reads(self) -> list[Read]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mla_compile.cost import Cost, Dims, Size, cost_of, pairs
+from mla_compile.cost import Cost, Dims, Named, attends_causally, cost_of, pairs
 
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
@@ -54,9 +54,9 @@ class Absorbed(OneOp):
                 return "the values are the latent already: absorbed by hand"
         return ""
 
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
         """See `absorbed_cost`."""
-        return absorbed_cost(dims, element_size)
+        return absorbed_cost(dims, element_size, causal=attends_causally(named))
 
     def prefers_lengths(self, device: str) -> bool:
         """Where kernels do not look at masks: for a static cache under CUDA graphs, a mask over all that it has room

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import sympy
 from sympy.core.relational import Relational
 
-from mla_compile.cost import Decision, Device, Dims, never_negative, times_of
+from mla_compile.cost import Decision, Device, Dims, Named, never_negative, times_of
 
 from ..algebra.renaming import Renaming
 from ..algebra.sizes import Size, symbols_in
@@ -31,27 +32,30 @@ def by_cost(setting: Setting, site: Site, meaning: Meaning, candidates: Candidat
     Raises:
         Refusal: if that path gains nothing.
     """
-    sizes, named = _of_sequences(site), NamedKeys.of(site, meaning)
-    topk = None if named is None else named.count
+    sizes, keys = _of_sequences(site), NamedKeys.of(site, meaning)
+    named = None if keys is None else keys.named
     element_size, paths = site.node.meta["val"].element_size(), candidates.paths
-    hint = hints_of((*sizes.values(), topk or 1), setting.environment)
-    topk, bounds = (None, ()) if topk is None else _least(topk, hint)
+    hint = hints_of((*sizes.values(), 1 if named is None else named.count), setting.environment)
+    bounds: tuple[Relational, ...] = ()
+    if named is not None:
+        least, bounds = _least(named.count, hint)
+        named = replace(named, count=least)
     rename = Renaming()
     renamed = tuple((name, rename(size)) for name, size in sizes.items())
-    renamed_topk = rename(topk) if topk is not None else None
+    renamed_named = None if named is None else replace(named, count=rename(named.count))
     hints = tuple((ours, hint[theirs]) for theirs, ours in rename.renamed.items())
-    if topk is None and setting.ranges is None:
+    if named is None and setting.ranges is None:
         paths = _least_work_of_a_prompt(sizes, paths, element_size, setting.workspace_tokens)
-    known = renamed, renamed_topk, paths, setting.device, element_size, setting.workspace_tokens, hints
+    known = renamed, renamed_named, paths, setting.device, element_size, setting.workspace_tokens, hints
     decision = _fastest(*known)
     path = every.path_named(decision.path)
     conditions = (*map(rename.undo, decision.conditions), *bounds)
-    found = numbers(site, topk)
+    found = numbers(site, named)
     why = f"{path.why} ({found})"
     if setting.ranges is not None:
         always = setting.always(conditions)
         if not always and _may_branch(site, paths):
-            return _either(setting, site, candidates.plan, paths, topk)
+            return _either(setting, site, candidates.plan, paths, named)
         if not always:
             why += IN_THE_EXAMPLE
         elif any(isinstance(size, sympy.Expr) for size in sizes.values()):
@@ -67,14 +71,14 @@ def by_cost(setting: Setting, site: Site, meaning: Meaning, candidates: Candidat
 
 
 def _either(
-    setting: Setting, site: Site, plan: Callable[[Path], Plan], paths: tuple[Path, ...], topk: Size | None
+    setting: Setting, site: Site, plan: Callable[[Path], Plan], paths: tuple[Path, ...], named: Named | None
 ) -> Choice:
     """Both of two paths, between which each run chooses by their times at its sizes."""
     dims, element_size = Dims(**site.sizes), site.node.meta["val"].element_size()
-    costs = [path.cost(dims, element_size, setting.workspace_tokens, topk) for path in paths]
+    costs = [path.cost(dims, element_size, setting.workspace_tokens, named) for path in paths]
     first, second = map(plan, paths)
     times = times_of(costs[0], setting.device), times_of(costs[1], setting.device)
-    return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers(site, topk)})")
+    return Choice(Either(first, second, times), f"the faster one at the sizes of each run ({numbers(site, named)})")
 
 
 def _may_branch(site: Site, paths: tuple[Path, ...]) -> bool:
@@ -135,11 +139,11 @@ def _least(topk: Size, hints: dict[sympy.Symbol, int]) -> tuple[Size, tuple[Rela
 @lru_cache(maxsize=256)
 def _fastest(
     sizes: tuple[tuple[str, Size], ...],
-    topk: Size | None,
+    named: Named | None,
     paths: tuple[Path, ...],
     device: Device,
     element_size: int,
     workspace_tokens: int,
     hints: tuple[tuple[sympy.Symbol, int], ...],
 ) -> Decision:
-    return fastest(Dims(**dict(sizes)), device, element_size, workspace_tokens, dict(hints), topk=topk, paths=paths)
+    return fastest(Dims(**dict(sizes)), device, element_size, workspace_tokens, dict(hints), named=named, paths=paths)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from mla_compile.cost import Cost, Dims, Size
+from mla_compile.cost import Cost, Dims, Named, attends_causally
 
 from ..algebra.terms import Read
 from ..attention.functions import Function
@@ -84,9 +84,9 @@ class ByHeads(Path):
         if not asked:
             refuse_wide_latent(site, may_be_asked=self.may_be_asked)
 
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
         """That of chunked attention: each head's keys and values are written and read."""
-        return chunked_cost(dims, element_size, workspace_tokens)
+        return chunked_cost(dims, element_size, workspace_tokens, causal=attends_causally(named))
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """All in the place of the product with the values."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sympy.core.relational import Relational
 
-from ..algebra.sizes import Size
+from mla_compile.cost import Named
+
 from ..mla.site import Site
 from .either import Either
 from .path import Path
@@ -42,9 +43,9 @@ class Candidates:
     conditions: tuple[Relational, ...] = ()
 
 
-def numbers(site: Site, topk: Size | None = None) -> str:
+def numbers(site: Site, named: Named | None = None) -> str:
     """The sizes on which a choice rests most, for the report."""
     numbers = ", ".join(f"{name}={site.sizes[name]}" for name in ("Sq", "T"))
     if site.attention.packed is not None:
         numbers += f" in {site.attention.packed.sequences} sequences"
-    return numbers if topk is None else f"{numbers}, topk={topk}"
+    return numbers if named is None else f"{numbers}, topk={named.count}"

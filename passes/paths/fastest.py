@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import sympy
 
-from mla_compile.cost import Decision, Device, Dims, Size, Times, decide, times_of
+from mla_compile.cost import Decision, Device, Dims, Named, Size, Times, decide, times_of
 
 from . import all as every
 from .path import Path
@@ -20,19 +20,19 @@ def fastest(
     workspace_tokens: int,
     hints: Mapping[sympy.Symbol, int] = MappingProxyType({}),
     *,
-    topk: Size | None = None,
+    named: Named | None = None,
     paths: Sequence[Path] | None = None,
 ) -> Decision:
     """The name of the path with the smallest roofline time, the first of `paths` on a tie, where symbols have their
     `hints`; see `decide`.
 
-    `topk` is the number of keys that each query names; without `paths` all are compared.
+    `named` says which keys queries name; without `paths` all are compared.
 
     Raises:
         ValueError: where a symbol has no hint.
     """
-    compared = [path for path in (every.PATHS if paths is None else paths) if path.competes(dims, topk)]
-    costs = {path.name: path.cost(dims, element_size, workspace_tokens, topk) for path in compared}
+    compared = [path for path in (every.PATHS if paths is None else paths) if path.competes(dims, named)]
+    costs = {path.name: path.cost(dims, element_size, workspace_tokens, named) for path in compared}
     times = {name: times_of(cost, device) for name, cost in costs.items()}
     if any(sympy.fraction(sympy.together(size))[1] != 1 for size in (dims.Sq, dims.T)):  # a mean of B sequences
         times = {name: _in_all(pair, dims.B) for name, pair in times.items()}

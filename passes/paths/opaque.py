@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.cost import Cost, Dims, Size
+from mla_compile.cost import Cost, Dims, Named, attends_causally
 
 from ..caches.stored import StoredKeys
 from ..code.reading import Reader, sources_of, write_as
@@ -51,9 +51,9 @@ class Opaque(Path):
                 "expected an up-projection of the keys to absorb, found scores that are absorbed by hand already",
             )
 
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
         """That of absorbed attention."""
-        return absorbed_cost(dims, element_size)
+        return absorbed_cost(dims, element_size, causal=attends_causally(named))
 
     def parts(self, site: Site, keys: StoredKeys, mask: Carrier | None, workspace_tokens: int) -> list[Part]:
         """One in the place of each product that has an up-projected factor."""

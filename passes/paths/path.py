@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, fx
 
-from mla_compile.cost import Cost, Dims, Size
+from mla_compile.cost import Cost, Dims, Named
 
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
@@ -79,10 +79,10 @@ class Path(ABC):
         return ""
 
     @abstractmethod
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
-        """Its FLOPs and bytes; `topk` is how many keys each query names, None if they are not named."""
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
+        """Its FLOPs and bytes; `named` says which keys queries name, None if they name none."""
 
-    def competes(self, dims: Dims, topk: Size | None) -> bool:
+    def competes(self, dims: Dims, named: Named | None) -> bool:
         """Whether the cost model may choose it at these sizes."""
         return True
 

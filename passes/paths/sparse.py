@@ -8,7 +8,7 @@ from __future__ import annotations
 import sympy
 from torch import Tensor
 
-from mla_compile.cost import Cost, Dims, Size, cost_of
+from mla_compile.cost import Cost, Dims, Named, Size, cost_of
 
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
@@ -37,19 +37,21 @@ class Sparse(OneOp):
         told = not (meaning.uniform_when_empty and site.attention.numbers)
         return told and NamedKeys.of(site, meaning) is not None
 
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
         """See `sparse_cost`.
 
         Raises:
-            ValueError: without `topk`.
+            ValueError: without `named`.
         """
-        if topk is None:
+        if named is None:
             raise ValueError("the cost of the sparse path takes a number of named keys")
-        return sparse_cost(dims, element_size, topk)
+        return sparse_cost(dims, element_size, named.count)
 
-    def competes(self, dims: Dims, topk: Size | None) -> bool:
-        """Not where all keys are named, nor where `topk` is not a polynomial in the symbols."""
-        return topk is not None and sympy.expand(topk - dims.T) != 0 and sympy.sympify(topk).is_polynomial()
+    def competes(self, dims: Dims, named: Named | None) -> bool:
+        """Not where all keys are named, nor where their number is not a polynomial in the symbols."""
+        if named is None:
+            return False
+        return sympy.expand(named.count - dims.T) != 0 and bool(sympy.sympify(named.count).is_polynomial())
 
     def can_read(self, keys: StoredKeys, site: Site, meaning: Meaning) -> bool:
         """All keys, but pages only if an index is a place in the table and a query without keys attends to none."""

@@ -20,7 +20,7 @@ import torch
 from sympy.core.relational import Relational
 from torch import Tensor
 
-from mla_compile.cost import Cost, Device, Dims, Size, cost_of, decide, times_of
+from mla_compile.cost import Cost, Device, Dims, Named, Size, cost_of, decide, times_of
 
 from ..algebra.sizes import known_at_most, product
 from ..algebra.terms import Axis
@@ -49,11 +49,11 @@ class ValuesAlone(Path):
         """All sites whose keys stay."""
         return True
 
-    def competes(self, dims: Dims, topk: Size | None) -> bool:
+    def competes(self, dims: Dims, named: Named | None) -> bool:
         """Never: the sites that it takes have no other path. `pays` says what it saves."""
         return False
 
-    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, topk: Size | None) -> Cost:
+    def cost(self, dims: Dims, element_size: int, workspace_tokens: int, named: Named | None) -> Cost:
         """The cost if keys were up-projected from the latent, for each head."""
         d = dims
         own, width = _absorbed(d, d.N, element_size), d.P + d.R

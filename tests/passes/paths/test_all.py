@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch import fx
 
-from mla_compile.cost import Cost, Dims
+from mla_compile.cost import Cost, Dims, Named
 from mla_compile.inspect.costs import style
 from mla_compile.options import Options
 from mla_compile.passes.paths import all as every
@@ -40,7 +40,7 @@ def test_an_unknown_path_is_refused_with_those_that_there_are(ask) -> None:
 
 
 def test_each_path_has_its_own_cost() -> None:
-    costs = {path.name: path.cost(DIMS, 2, 100, 7) for path in every.PATHS}
+    costs = {path.name: path.cost(DIMS, 2, 100, Named(7, causal=False)) for path in every.PATHS}
     assert costs == {
         "absorbed": absorbed_cost(DIMS, 2),
         "opaque": absorbed_cost(DIMS, 2),
@@ -50,6 +50,18 @@ def test_each_path_has_its_own_cost() -> None:
         "values": every.path_named("values").cost(DIMS, 2, 1, None),
     }
     assert len(set(costs.values())) == 4
+
+
+def test_where_few_keys_are_named_other_paths_compute_what_a_causal_limit_leaves() -> None:
+    costs = {path.name: path.cost(DIMS, 2, 100, Named(7, causal=True)) for path in every.PATHS}
+    assert costs == {
+        "absorbed": absorbed_cost(DIMS, 2, causal=True),
+        "opaque": absorbed_cost(DIMS, 2, causal=True),
+        "chunked": chunked_cost(DIMS, 2, 100, causal=True),
+        "by heads": chunked_cost(DIMS, 2, 100, causal=True),
+        "sparse": sparse_cost(DIMS, 2, 7),
+        "values": every.path_named("values").cost(DIMS, 2, 1, None),
+    }
 
 
 def test_the_sparse_path_has_no_cost_without_a_number_of_keys() -> None:
