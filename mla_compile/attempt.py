@@ -1,6 +1,8 @@
 """An attempt to rewrite a graph that needs no gradients, within AOTAutograd.
 
-sealed graph -> AOTAutograd without decompositions -> passes -> retrace with Inductor's -> Inductor
+    sealed graph -> AOTAutograd without decompositions -> passes -> retrace with Inductor's -> Inductor
+
+The exception that leaves AOTAutograd says that there was nothing to rewrite.
 """
 
 from __future__ import annotations

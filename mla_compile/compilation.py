@@ -1,9 +1,14 @@
 """The ways of one graph to Inductor.
 
-needs no gradients:  Dynamo graph -> seal -> an attempt to rewrite it within AOTAutograd -> Inductor
-needs gradients:     Dynamo graph -> functional ATen -> passes -> rewritten parts put into the Dynamo graph
-                                  -> AOTAutograd -> Inductor
-nothing to rewrite:  stock Inductor, as if this backend did not exist
+Without gradients, an attempt to rewrite it:
+
+    Dynamo graph -> seal -> AOTAutograd without decompositions -> passes -> retrace with Inductor's -> Inductor
+
+If gradients are needed, the passes run before differentiation:
+
+    Dynamo graph -> functional ATen -> passes -> rewritten parts put into the Dynamo graph -> AOTAutograd -> Inductor
+
+A graph with nothing to rewrite goes to stock Inductor as if this backend did not exist.
 """
 
 from __future__ import annotations

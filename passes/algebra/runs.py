@@ -28,8 +28,8 @@ def as_one(
 
     Their other dimensions have the same axes. A product of which each piece is only a part is no tensor of the graph:
     it is `Unread`. With `joins`, tensors that are not adjacent are joined if they are factors of products whose other
-    factor is the same, or stand beside products in a join. With `loosely`, these may be
-    parts of one tensor, be addends too, and repeat along an axis along which the other differs.
+    factor is the same, or stand beside products in a join. With `loosely`, these may be parts of one tensor, be addends
+    too, and repeat along an axis along which the other differs.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
