@@ -27,6 +27,7 @@ from .errors import OptionError
 from .inductor.gpu_launches import put_launches
 from .inductor.loop_operands import straighten_loop_operands
 from .inductor.loop_splits import split_loops_evenly
+from .inductor.written_buffers import read_written_buffers
 from .options import OFF, parse
 from .report import Report, record
 from .rewriting import failures_told, raise_strict, rewrite_graph
@@ -95,7 +96,8 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     written by `build_library` is loaded.
 
     Compile it in a process that called this function: from then on, Inductor's code for a CPU has the last elements of
-    loops that it splits, which torch 2.11 to 2.15 leave out.
+    loops that it splits, which torch 2.11 to 2.15 leave out, and a package reads a buffer of one element that it
+    writes to, which they take for a constant.
 
     If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
     a package contains these kernels compiled.
@@ -105,6 +107,7 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     """
     _expect_program(program)
     split_loops_evenly()
+    read_written_buffers()
 
     def launch(graph: fx.Graph) -> None:
         if torch.cuda.is_available():
