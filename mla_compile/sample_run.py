@@ -48,6 +48,8 @@ def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "stat
 
     if not Path(name).exists() and (Path(name).is_absolute() or name.startswith((".", "~"))):
         raise FileNotFoundError(f"expected the folder of a model, or its name on the hub, found no folder {name}")
+    if Path(name).is_file():
+        raise NotADirectoryError(f"expected the folder of a model, or its name on the hub, found the file {name}")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name)
     except (ImportError, OSError):

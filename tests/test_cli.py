@@ -121,8 +121,10 @@ def test_plot_is_refused_before_anything_is_measured(calls, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("command", [["explain"], ["inspect", "--out", "folder"]], ids=lambda command: command[0])
-def test_a_folder_that_is_not_there_is_one_line(command, tmp_path, capsys):
-    assert cli.main([*command, f"{tmp_path}/none"]) == 2
+@pytest.mark.parametrize("name", ["none", "config.json"])
+def test_a_folder_that_is_not_there_is_one_line(command, name, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main([*command, f"{tmp_path}/{name}"]) == 2
     assert capsys.readouterr().err.startswith("mla-compile: expected the folder of a model, or its name on the hub,")
 
 

@@ -180,6 +180,12 @@ def test_a_text_model_in_a_model_that_has_none(config):
         read_sizes(config(**V3 | {"text_config": {"kv_lora_rank": 512}}))
 
 
+def test_a_config_that_transformers_refuses(config):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"found none; transformers refuses the config: .*'qk_rope_head_dim'"):
+        read_sizes(config(**V3 | {"qk_rope_head_dim": None}))
+
+
 def test_json_that_is_nested_too_deeply(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="expected JSON in"):

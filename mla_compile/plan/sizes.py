@@ -107,6 +107,7 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
     """The fields of this file as completed by transformers' config class."""
     lacking = f"expected {', '.join(missing)} in {file}, found none"
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
     except ImportError as error:
         raise ConfigError(
@@ -117,6 +118,8 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
         known = AutoConfig.for_model(config.get("model_type", ""), **fields).get_text_config()
     except ValueError as error:
         raise ConfigError(f"{lacking}; transformers does not know this model: {error}") from error
+    except StrictDataclassError as error:
+        raise ConfigError(f"{lacking}; transformers refuses the config: {' '.join(str(error).split())}") from error
     if isinstance(known, dict):  # fields of a text model, in the config of a model that has no other part
         raise ConfigError(f"{lacking}; {config.get('model_type')} has no text_config")
     found: dict[str, Any] = known.to_dict()
