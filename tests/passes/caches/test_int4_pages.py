@@ -201,6 +201,12 @@ def twice_the_sign(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -
     return latent.flatten(1, 2), rope[table].flatten(1, 2)
 
 
+def the_sign_the_other_way(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    codes = pages[table]
+    numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8)
+    return times(8 - numbers, scales[table], rope.dtype).flatten(1, 2), rope[table].flatten(1, 2)
+
+
 def bytes_with_signs(pages: Tensor, scales: Tensor, rope: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Shifting a number with a sign keeps the sign."""
     codes = pages.view(torch.int8)[table]
@@ -241,6 +247,7 @@ NEAR_MISSES = (
     less_seven,
     signs_that_wrap,
     twice_the_sign,
+    the_sign_the_other_way,
     bytes_with_signs,
     some_columns,
     every_other_column,
