@@ -37,24 +37,8 @@ def products_of_bfloat16(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def scalars_are_numbers(monkeypatch):
-    """Triton 3.6's interpreter converts an array of one element to a number, which numpy 2.4 refuses."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_repair(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_repair)
-
-
-@pytest.fixture(autouse=True)
 def in_less_time():
-    """Skip work of the interpreter whose results are not used."""
+    """Skip work of the interpreter whose results are not used; with any NumPy."""
     if not INTERPRETED:
         yield
         return
