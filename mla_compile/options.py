@@ -46,9 +46,9 @@ class Options:
     """Run each rewritten site and its original on the first real inputs, and raise `VerifyError` if they differ."""
 
     kernels: str = AUTO
-    """Which kernels run on a GPU: this project's in Triton (`triton`); the same and those in Gluon, of which one has
-    not run on a GPU yet (`gluon`); or `auto`: ours, and another project's kernel where it is installed, takes the call,
-    and is known (under `max-autotune`: was measured) to be faster."""
+    """Which kernels run on a GPU: this project's in Triton (`triton`); the same and those in Gluon, of which two
+    have not run on a GPU yet (`gluon`); or `auto`: ours, and another project's kernel where it is installed, takes the
+    call, and is known (under `max-autotune`: was measured) to be faster."""
 
     workspace_tokens: int = 1024
     """The number of keys that the chunked path up-projects at a time, which bounds its workspace."""

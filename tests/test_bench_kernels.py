@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import types
 from dataclasses import asdict
 from io import StringIO
 
@@ -19,7 +20,7 @@ from mla_compile.cost import Device
 from mla_compile.errors import KernelError
 from mla_compile.kernels import native
 from mla_compile.kernels._common.machine import Machine
-from mla_compile.kernels.paged_latent_attention import aten, gluon
+from mla_compile.kernels.paged_latent_attention import aten
 
 CPU = torch.device("cpu")
 DEVICE = Device("a GPU", 8e14, 4e12)
@@ -81,16 +82,22 @@ def test_flex_is_right():
     torch.testing.assert_close(o, kernel_peers.by_hand(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_the_peer_that_has_to_be_named(monkeypatch, arch):
-    x = make_inputs(Case("decode", 2, 2, 128, 3), CPU, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("arch", "peer", "name"),
+    [("sm_90", "mla-gluon", "Gluon"), ("sm_100", "mla-gluon", "Gluon"), ("sm_90", "mla-clusters", "Gluon in clusters")],
+)
+def test_the_peers_that_have_to_be_named(monkeypatch, arch, peer, name):
+    x = make_inputs(Case("decode", 2, 1, 128, 80), CPU, torch.bfloat16)
     monkeypatch.setattr(kernel_peers, "present", lambda device: Machine(arch, 132))
-    monkeypatch.setattr(gluon, "paged_latent_attention_gluon", lambda bundle, machine: aten.attend(bundle))
-    call = kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]
-    assert kernel_run._one(x, "mla-gluon", call, *kernel_run._truth(x), once).status == "ok"
+    computed = types.SimpleNamespace(
+        paged_latent_attention_gluon=aten.attend, paged_latent_attention_in_clusters=aten.attend
+    )
+    monkeypatch.setattr(kernel_peers.importlib, "import_module", lambda home: computed)
+    call = kernel_peers.calls(x, (peer,))[peer]
+    assert kernel_run._one(x, peer, call, *kernel_run._truth(x), once).status == "ok"
     monkeypatch.setattr(kernel_peers, "present", lambda device: Machine("sm_80", 108))
-    with pytest.raises(KernelError, match="Gluon is for sm_90, this is sm_80"):
-        kernel_peers.calls(x, ("mla-gluon",))["mla-gluon"]()
+    with pytest.raises(KernelError, match=f"{name} is for sm_90, this is sm_80"):
+        kernel_peers.calls(x, (peer,))[peer]()
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch):

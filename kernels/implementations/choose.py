@@ -109,7 +109,7 @@ def _chosen(op: Op[B], x: B, machine: Machine, ours: Attend[B], kernels: str) ->
     reasons = _refusals(op, problem, machine, kernels)
     ways = {OURS: ours}
     for each in op.of(kernels):
-        wanted = timer() is not None or each.comes_first(problem, machine.arch)
+        wanted = timer() is not None or (len(ways) == 1 and each.comes_first(problem, machine.arch))
         if reasons[each.name] is None and wanted:
             way = functools.partial(each.attend, found(each).module)
             reasons[each.name] = _tried(op, each, way, problem, x, machine, ours)

@@ -1,13 +1,14 @@
 """Our warp-specialised kernels in Gluon (`paged_latent_attention.gluon`, `sparse_latent_attention.gluon`).
 
-Those for sm_90 come before the Triton kernel: on an H200 they take 0.49 to 1.0 of its time. The one for sm_100 has not
-run on a GPU yet, so it has to be asked for. Like other projects' kernels, they are used only after they agreed with the
-Triton kernel.
+Those for sm_90 come before the Triton kernel: on an H200 they take 0.49 to 1.0 of its time. Those for sm_100 and for
+clusters of thread blocks have not run on a GPU yet, so they have to be asked for. Like other projects' kernels, all are
+used only after they agreed with the Triton kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,11 @@ _SCALES = (1, 2, 4)
 class _Boxes(Takes):
     """Requires pages of which 64 rows can be copied at once."""
 
+    more_than: int = 0
+    """Heads and queries."""
+    triton: str | None = None
+    """The oldest Triton that it needs, if it needs more than Gluon."""
+
     def refusal(self, problem: Paged) -> str | None:
         why = super().refusal(problem)
         if why is not None:
@@ -45,6 +51,10 @@ class _Boxes(Takes):
             return "takes rows of pages at multiples of 16 bytes, found another layout"
         if problem.page_size % _TILE and not problem.one_page:
             return f"takes pages of a multiple of {_TILE} tokens, found {problem.page_size}"
+        if self.triton and _numbers(version("triton")) < _numbers(self.triton):
+            return f"needs Triton {self.triton} or newer, found {version('triton')}"
+        if problem.rows <= self.more_than:
+            return f"takes more than {self.more_than} heads and queries, found {problem.rows}"
         codes = problem.codes
         if codes is not None and codes.dtype == PACKED:
             return "does not take latents in INT4"
@@ -55,19 +65,28 @@ class _Boxes(Takes):
         return None
 
 
-def _attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = module.paged_latent_attention_gluon(x)
-    return result
+def _numbers(of_version: str) -> list[int]:
+    return [int(part) for part in of_version.split(".")[:2]]
 
 
-def _row(name: str, architecture: str, asked_by: tuple[str, ...], codes: bool) -> Implementation[PagedLatentAttention]:
+def _row(
+    name: str,
+    architecture: str,
+    asked_by: tuple[str, ...],
+    function: str = "paged_latent_attention_gluon",
+    **limits: Any,
+) -> Implementation[PagedLatentAttention]:
+    def attend(module: Any, x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = getattr(module, function)(x)
+        return result
+
     return Implementation(
         name=name,
         homes=("mla_compile.kernels.paged_latent_attention.gluon",),
-        functions=(Function("paged_latent_attention_gluon", positional=1),),
-        attend=_attend,
+        functions=(Function(function, positional=1),),
+        attend=attend,
         architectures=(architecture,),
-        limits=_Boxes(dtypes=(torch.bfloat16,), widths=_WIDTHS, one_row=False, codes=codes),
+        limits=_Boxes(dtypes=(torch.bfloat16,), widths=_WIDTHS, one_row=False, **limits),
         first_on=(architecture,),
         asked_by=asked_by,
         by_the_host=True,
@@ -75,6 +94,12 @@ def _row(name: str, architecture: str, asked_by: tuple[str, ...], codes: bool) -
 
 
 HOPPER = _row("Gluon", "sm_90", (AUTO, GLUON), codes=True)
+CLUSTERS = _row(
+    *("Gluon in clusters", "sm_90", (GLUON,), "paged_latent_attention_in_clusters"),
+    codes=False,
+    more_than=_TILE,  # a thread block takes so many
+    triton="3.9",
+)
 TENSOR_MEMORY = _row("Gluon in tensor memory", "sm_100", (GLUON,), codes=False)
 
 

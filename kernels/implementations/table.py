@@ -10,7 +10,7 @@ from .cudnn_backward import CUDNN_BACKWARD
 from .flash_attention_3 import FLASH_ATTENTION_3
 from .flash_mla import FLASH_MLA
 from .flashinfer import TRTLLM_GEN
-from .gluon import HOPPER, HOPPER_NAMED, TENSOR_MEMORY
+from .gluon import CLUSTERS, HOPPER, HOPPER_NAMED, TENSOR_MEMORY
 from .implementation import Op
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PAGED: Op[PagedLatentAttention] = Op(
     name="paged_latent_attention",
-    implementations=(FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN, HOPPER, TENSOR_MEMORY),
+    implementations=(FLASH_MLA, FLASH_ATTENTION_3, TRTLLM_GEN, CLUSTERS, HOPPER, TENSOR_MEMORY),
     problem_of=pages.Paged.of,
     layout_of=pages.layout_of,
     sizes_of=pages.sizes_of,

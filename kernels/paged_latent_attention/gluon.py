@@ -29,11 +29,12 @@ from .._common.machine import Machine, present
 from .._common.parts import Work, combination, lengths_at_a_time, shared_out
 from .._common.plans import Plans, layout
 from .arguments import PagedLatentAttention
+from .clusters import boxes_in
 from .coded_key_rows import attend_pages as attend_coded_key_rows
 from .coded_warp_groups import attend_pages as attend_by_coded_warp_groups
 from .key_rows import BOX, RANK
 from .key_rows import attend_pages as attend_key_rows
-from .taken import IN_BOXES, RECORD, TILE, share_out
+from .taken import RECORD, TILE, share_out
 from .tensor_memory import ROWS
 from .tensor_memory import attend_pages as attend_in_tensor_memory
 from .warp_groups import HALF
@@ -62,6 +63,8 @@ class Plan:
     box: int
     """Columns of latents that the kernel loads at a time, or words of two codes."""
     constants: dict[str, Any]
+    blocks: int
+    """Thread blocks of a program."""
     own: tuple[int, ...]
     """Numbers that all three launches take: the batch, the parts, and what a sequence takes besides its keys."""
     combining_grid: tuple[int]
@@ -71,8 +74,13 @@ class Plan:
 _PLANS = Plans[Plan]()
 
 
-def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | None = None) -> tuple[Tensor, Tensor]:
-    """o and lse, on a machine (by default the present one), for problems that the implementation's `Takes` accepts."""
+def paged_latent_attention_gluon(
+    x: PagedLatentAttention, machine: Machine | None = None, blocks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """o and lse, on a machine (by default the present one), for problems that the implementation's `Takes` accepts.
+
+    With 2 `blocks` (on sm_90, without codes, for more than 32 rows) each program is a cluster of two thread blocks.
+    """
     machine = machine or present(x.q_latent.device)
     batch, queries, heads, _ = x.q_latent.shape
     q_latent, q_rope = aligned(x.q_latent), aligned(x.q_rope)  # else they would be loaded one number at a time
@@ -81,8 +89,8 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         return o.zero_(), lse.fill_(-torch.inf)
     codes = None if x.latent_scales is None else x.latent_pages.dtype
     groups = 0 if x.latent_scales is None else x.latent_scales.shape[2]
-    key = machine, layout(q_latent), codes, groups
-    plan = _PLANS.get(key, lambda: plan_of(machine, batch, queries * heads, codes, groups))
+    key = machine, layout(q_latent), codes, groups, blocks
+    plan = _PLANS.get(key, lambda: plan_of(machine, batch, queries * heads, codes, groups, blocks))
     lengths, tokens = x.seq_lens.contiguous(), x.pages.capacity
     shared = Shared(plan, lse, lengths, queries, heads, tokens)
     latents = x.latent_pages
@@ -92,7 +100,7 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         of_tokens = x.latent_scales.expand(*latents.shape[:2], -1)
         scales, scale_strides = [of_tokens], [*of_tokens.stride()]
     boxes = (
-        TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, _PAGE, width], IN_BOXES.value)
+        TensorDescriptor(pages, list(pages.shape), list(pages.stride()), [1, _PAGE, width], boxes_in(plan.blocks))
         for pages, width in ((latents, plan.box), (x.rope_pages, _ROPE))
     )
     plan.kernel[(plan.work.programs,)](
@@ -100,11 +108,17 @@ def paged_latent_attention_gluon(x: PagedLatentAttention, machine: Machine | Non
         *(x.scale, queries, heads, tokens, plan.own[2], triton.cdiv(latents.shape[1], _PAGE)),
         *(*q_latent.stride()[:3], *q_rope.stride()[:3], *scale_strides, *x.block_table.stride()),
         CAUSAL=x.causal and queries > 1,  # a single query sees all keys of its sequence
+        num_ctas=plan.blocks,
         **plan.constants,
         **LAUNCHED,
     )
     shared.combine(o, lse)
     return o, lse
+
+
+def paged_latent_attention_in_clusters(x: PagedLatentAttention) -> tuple[Tensor, Tensor]:
+    """The same by programs of two thread blocks."""
+    return paged_latent_attention_gluon(x, blocks=2)
 
 
 def results_for(q_latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,12 +158,12 @@ class Shared:
             )
 
 
-def plan_of(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, groups: int) -> Plan:
+def plan_of(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, groups: int, blocks: int = 1) -> Plan:
     """How sequences to which so many rows attend are shared out, and by which kernel."""
     kernel, tile, programs, box = attend_by_warp_groups, _PAGE, 1, HALF.value
-    constants: dict[str, Any] = {}
+    constants: dict[str, Any] = {"BLOCKS": blocks}
     if machine.arch != "sm_90":  # two programs take half of the columns each
-        kernel, tile, programs = attend_in_tensor_memory, ROWS.value, 2
+        kernel, tile, programs, constants = attend_in_tensor_memory, ROWS.value, 2, {}
     elif codes is not None:
         kernel, tile, box = attend_coded_key_rows, _FEWEST, BOX.value
         constants = {"GROUPS": groups, "INT8": codes == torch.int8}
@@ -162,7 +176,7 @@ def plan_of(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, 
     # What a sequence takes besides its keys (reading queries and writing sums), in tiles of keys.
     key_bytes = 2 * (_RANK + _ROPE)
     own = tile * (key_bytes + 4 * _RANK / programs) / key_bytes / _PAGE
-    work = shared_out(batch, rows, triton.cdiv(rows, tile) * programs, machine.processors, own)
+    work = shared_out(batch, rows, triton.cdiv(rows, tile * blocks) * programs, machine.processors // blocks, own)
     combining = combination(work, rows, _RANK, machine.processors)
     constants["LATE"] = work.most_parts >= _MANY_PARTS
     common = {"SOURCE": "pages", "CAUSAL": False, "STARTS": False, "SHARED": True, "L": _RANK, "KEYS": _PAGE}
@@ -171,6 +185,7 @@ def plan_of(machine: Machine, batch: int, rows: int, codes: torch.dtype | None, 
         kernel,
         box,
         constants,
+        blocks,
         (work.batch, work.parts, work.own),
         (work.combined * triton.cdiv(rows, combining["ROWS"]) * combining["SPREAD"],),
         common

@@ -29,9 +29,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
 from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
-from .warp_groups import HALF, KEYS, LOADED, ROPE, load_queries
+from .warp_groups import HALF, ROPE, as_keys, as_loaded, load_queries
 
 ROWS = gl.constexpr(128)
+KEYS = gl.constexpr(as_keys(1))
+LOADED = gl.constexpr(as_loaded(1))
 IN_ROWS = gl.constexpr(gl.BlockedLayout([1, 64], [32, 1], [4, 1], [0, 1]))
 """One row per thread, 64 columns at a time: the layout in which tensor memory is read."""
 SCORES = gl.constexpr(TensorMemoryLayout([128, 64], col_stride=1))
@@ -119,10 +121,10 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
         query = row // heads
         head = row % heads
         q_rows = group.to(gl.int64) * strides[0] + query.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
-        load_queries(q_own, q_latent, q_rows, exists, half * HALF, HALF)
-        load_queries(q_rest, q_latent, q_rows, exists, (1 - half) * HALF, HALF)
+        load_queries(q_own, q_latent, q_rows, exists, half * HALF, HALF, 1)
+        load_queries(q_rest, q_latent, q_rows, exists, (1 - half) * HALF, HALF, 1)
         q_rows = group.to(gl.int64) * strides[3] + query.to(gl.int64) * strides[4] + head.to(gl.int64) * strides[5]
-        load_queries(q_ropes, q_rope, q_rows, exists, 0, ROPE)
+        load_queries(q_ropes, q_rope, q_rows, exists, 0, ROPE, 1)
         fence_async_shared()
         mbarrier.arrive(barriers.index(QUERIES))
 

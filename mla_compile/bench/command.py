@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mla_compile.bench.workloads import Workload
     from mla_compile.cost import Device
 
-ALONE = "mla-gluon"
-"""One of our own peers, which runs only if it is named: where it is used, it is what `mla-default` is."""
+ALONE = ("mla-gluon", "mla-clusters")
+"""Those of our own peers that run only if they are named."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -119,7 +119,7 @@ def _describe_kernels(gpu: Any) -> None:
     gpu.add_argument("--heads", type=positive, nargs="+", metavar="N", help="(default: 16 128)")
     gpu.add_argument("--queries", type=positive, nargs="+", metavar="SQ", help="of decode (default: 1 2 4)")
     gpu.add_argument("--dtypes", nargs="+", choices=["bf16", "fp8"], metavar="DTYPE", help="bf16, fp8")
-    gpu.add_argument("--peers", nargs="+", choices=[*PEERS, ALONE], metavar="PEER", help=", ".join(PEERS))
+    gpu.add_argument("--peers", nargs="+", choices=[*PEERS, *ALONE], metavar="PEER", help=", ".join(PEERS))
     gpu.add_argument(
         "--quick",
         action="store_true",

@@ -8,6 +8,7 @@ the op.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,8 @@ from mla_compile.bench.kernel_others import OTHERS
 from mla_compile.errors import KernelError
 from mla_compile.fp8 import RowLayout
 from mla_compile.kernels._common.machine import present
-from mla_compile.kernels.implementations.gluon import HOPPER, TENSOR_MEMORY
+from mla_compile.kernels.implementations.gluon import CLUSTERS, HOPPER, TENSOR_MEMORY
+from mla_compile.kernels.implementations.implementation import Implementation
 from mla_compile.kernels.implementations.pages import Paged
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 
@@ -59,18 +61,18 @@ def _expanded_attention(x: Inputs) -> Tensor:
     return o
 
 
-def _gluon(x: Inputs) -> Call:
-    """Only the Gluon kernel for this GPU. Raises KernelError if there is none, or it does not take the case."""
-    from mla_compile.kernels.paged_latent_attention.gluon import paged_latent_attention_gluon
-
+def _alone(kernels: Sequence[Implementation[PagedLatentAttention]], x: Inputs) -> Call:
+    """The last kernel that is for this GPU, without its trial. Raises KernelError if there is none, or it does not take
+    the case."""
     bundle = PagedLatentAttention(*_paged(x))
     problem, machine = Paged.of(bundle), present(x.q.device)
     assert problem is not None
-    kernel = TENSOR_MEMORY if machine.arch in TENSOR_MEMORY.architectures else HOPPER
+    *_, kernel = [each for each in kernels if machine.arch in each.architectures] or kernels[:1]
     why = kernel.refusal(problem, machine.arch)
     if why is not None:
         raise KernelError(f"{kernel.name} {why}")
-    return lambda: paged_latent_attention_gluon(bundle, machine)[0]
+    module = importlib.import_module(kernel.homes[0])
+    return lambda: kernel.attend(module, bundle)[0]
 
 
 def _by_ours(call: Call) -> Call:
@@ -197,7 +199,8 @@ def calls(x: Inputs, names: Sequence[str]) -> dict[str, Callable[[], Call]]:
         if x.case.kind == "decode":
             own["flex"] = _flex
     if x.case.kind == "decode":
-        own["mla-gluon"] = _gluon
+        own["mla-gluon"] = functools.partial(_alone, (HOPPER, TENSOR_MEMORY))
+        own["mla-clusters"] = functools.partial(_alone, (CLUSTERS,))
     makers: dict[str, Callable[[], Call]] = {name: functools.partial(_for_kind, make, x) for name, make in own.items()}
     for name in names:
         other = OTHERS.get(name)

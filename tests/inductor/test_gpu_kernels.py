@@ -22,7 +22,8 @@ __all__ = ["install"]
 OP = "mla::paged_latent_attention"
 REST = (
     "FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; "
-    "Gluon is not installed; Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
+    "Gluon in clusters has not run on a GPU yet: mla.kernels='gluon' enables it; Gluon is not installed; "
+    "Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
 )
 
 

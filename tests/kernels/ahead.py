@@ -41,7 +41,7 @@ from mla_compile.kernels.paged_expanded_attention.kernel import gather_chunk
 from mla_compile.kernels.paged_expanded_attention.triton import WARPS
 from mla_compile.kernels.paged_expanded_attention.triton import constants_of as gather_constants
 from mla_compile.kernels.paged_latent_attention import tensor_memory, warp_groups
-from mla_compile.kernels.paged_latent_attention.taken import IN_BOXES
+from mla_compile.kernels.paged_latent_attention.clusters import boxes_in
 from mla_compile.kernels.pages import Pages
 
 from .recorded import Launch
@@ -239,18 +239,23 @@ def compile_merge(arch: str, columns: int = 512) -> Record:
     return _compile(arch, merge, types, merge_constants(columns), aligned, 4, 1)
 
 
-def compile_specialised(arch: str, causal: bool = False, index: str = "*i32") -> Record:
-    """Compile the warp-specialised decode kernel (Gluon) in bfloat16, for sm_90 or sm_100."""
+def compile_specialised(arch: str, causal: bool = False, index: str = "*i32", blocks: int = 1) -> Record:
+    """Compile the warp-specialised decode kernel (Gluon) in bfloat16, for sm_90 or sm_100.
+
+    On sm_90 each program has so many thread blocks.
+    """
     kernel = (warp_groups if arch == "sm_90" else tensor_memory).attend_pages
     types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "pieces": "*i32"}
     types |= dict.fromkeys(("q_latent", "q_rope", "o"), "*bf16")
     types |= dict.fromkeys(("lse", "acc", "m_out", "total_out"), "*fp32") | dict.fromkeys(("table", "lengths"), index)
     for name, width in (("latents", warp_groups.HALF.value), ("rope_keys", warp_groups.ROPE.value)):
-        types[name] = f"tensordesc<bf16[1, {warp_groups.TILE.value}, {width}],{IN_BOXES.value!r}>"
+        types[name] = f"tensordesc<bf16[1, {warp_groups.TILE.value}, {width}],{boxes_in(blocks)!r}>"
     constants = {"CAUSAL": causal, "LATE": False, "table_stride_1": 1}
+    if arch == "sm_90":
+        constants["BLOCKS"] = blocks
     aligned = [name for name in types if types[name].startswith("*")]
     aligned += [name for name in types if re.fullmatch(r"(q|qr)_stride_\w", name)]
-    return _compile(arch, kernel, types, constants, aligned, 4, None, GluonASTSource)
+    return _compile(arch, kernel, types, constants, aligned, 4, None, GluonASTSource, blocks)
 
 
 def compile_launch(arch: str, launch: Launch) -> Record:
@@ -284,12 +289,14 @@ def compile_written(arch: str, source: str, file: Path) -> Record:
     return _record(triton.compile(source, target=_target(arch), options=options))
 
 
-def _compile(arch, kernel, types, constants, aligned, warps, stages, language=ASTSource) -> Record:
+def _compile(arch, kernel, types, constants, aligned, warps, stages, language=ASTSource, blocks=1) -> Record:
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
     source = language(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True} | ({"num_stages": stages} if stages else {})
+    options = {"num_warps": warps, "num_ctas": blocks, "enable_fp_fusion": True} | (
+        {"num_stages": stages} if stages else {}
+    )
     return _record(triton.compile(source, target=_target(arch), options=options))
 
 
@@ -332,10 +339,12 @@ def _counted(code: list[tuple[int, str]]) -> Counter[str]:
 def _loop(code: list[tuple[int, str]]) -> Counter[str]:
     """The instructions of the loop over keys: the longest of the innermost loops that contain a matrix product.
 
-    A loop is what lies between the target of a backward branch and the branch.
+    A loop is what lies between the target of a backward branch and the branch. Behind the last exit, what waits for
+    barriers comes back to where the wait was met.
     """
     loops: list[tuple[int, int]] = []
-    for address, text in code:
+    end = max((address for address, text in code if text.startswith("EXIT")), default=0)
+    for address, text in (each for each in code if each[0] < end):
         branch = re.search(r"\bBRA(?:\.\w+)* (?:!?\w+, )*`?\(?(?:\.L_x_\d+|0x([0-9a-f]+))", text)
         target = int(branch[1], 16) if branch and branch[1] else address
         if target < address and any("MMA" in line for place, line in code if target <= place <= address):

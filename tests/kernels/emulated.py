@@ -1,8 +1,8 @@
 """Run a Gluon kernel without a GPU: its numbers, barriers and asynchronous operations are emulated in Python.
 
 Triton's interpreter does not support Gluon. Here a kernel's functions run as they are written, on torch's tensors, with
-stand-ins for the functions of Gluon. Layouts are ignored: only the compiler can tell whether they fit. What is
-emulated:
+stand-ins for the functions of Gluon. Of layouts, only the division among thread blocks is looked at: whether they fit,
+only the compiler can tell. What is emulated:
 
 - partitions of warps run side by side, in an order that is drawn anew at each operation on shared memory or a barrier;
 - a barrier counts arrivals and bytes, and has phases; to wait for a phase that never ends is an error that names the
@@ -12,6 +12,8 @@ emulated:
 - a product in tensor memory happens at any time after it was issued; until then it is an error for a thread to read or
   write its operands in tensor memory;
 - it is an error if an asynchronous operation uses shared memory that a thread wrote without a fence in between;
+- thread blocks of a program have the part of each tensor that its layout gives them; a copy to all of them arrives at
+  each at another time, and what they do with a barrier that they share is what Triton's compiler makes of it;
 - memory that was never written is NaN, and an address out of bounds is an error.
 """
 
@@ -66,7 +68,7 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         program_id=lambda axis: torch.tensor(machine.program),
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, values, mask=None: pointer.store(values, mask),
-        arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+        arange=machine.arange,
         cdiv=lambda a, b: (a + b - 1) // b,
         minimum=lambda a, b: torch.minimum(_number(a), _number(b)),
         maximum=lambda a, b: torch.maximum(_number(a), _number(b)),
@@ -77,8 +79,8 @@ def _language(machine: Machine) -> types.SimpleNamespace:
         log=torch.log,
         log2=torch.log2,
         where=torch.where,
-        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(machine.part(shape, layout), value, dtype=dtype),
+        zeros=lambda shape, dtype, layout: torch.zeros(machine.part(shape, layout), dtype=dtype),
         zeros_like=torch.zeros_like,
         convert_layout=lambda x, layout: x,
         SliceLayout=gl.SliceLayout,
@@ -150,11 +152,20 @@ class Emulated:
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool, launch_pdl: bool, **constants: Any) -> None:
+        def launch(
+            *arguments: Any,
+            num_warps: int,
+            enable_fp_fusion: bool,
+            launch_pdl: bool,
+            num_ctas: int = 1,
+            **constants: Any,
+        ) -> None:
             self.launches += 1
             given = [pointer_to(a) if isinstance(a, Tensor) else a for a in arguments]
             for program in builtins.range(grid[0]):
-                machine = Machine(program, self.seed * 1000 + program)
-                _namespace(self.module, machine)[self.name](*given, **constants)
+                machine = Machine(program, self.seed * 1000 + program, num_ctas)
+                for machine.block in builtins.range(num_ctas):
+                    _namespace(self.module, machine)[self.name](*given, **constants)
+                machine.run()
 
         return launch

@@ -31,6 +31,7 @@ class Partition:
     """The warps that run one function of `warp_specialize`."""
 
     name: str
+    block: int = 0
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waits_for: tuple[Barrier, int] | None = None
     products: list[Any] = field(default_factory=list)
@@ -47,8 +48,15 @@ class Partition:
 class Machine:
     """The warps of a program, and the asynchronous operations that they issued."""
 
-    def __init__(self, program: int, seed: int) -> None:
+    def __init__(self, program: int, seed: int, blocks: int = 1) -> None:
         self.program = program
+        self.blocks = blocks
+        self.block = 0
+        """The thread block whose warps run."""
+        self.memory: list[list[Any]] = [[] for _ in builtins.range(blocks)]
+        """The allocations of each block."""
+        self.partitions: list[Partition] = []
+        self.threads: list[threading.Thread] = []
         self.random = random.Random(seed)
         self.copies: list[Any] = []
         self.products: list[Any] = []
@@ -68,7 +76,7 @@ class Machine:
                 raise SystemExit
 
     def warp_specialize(self, functions: Any, warps: Any, registers: Any) -> None:
-        partitions = [Partition(f"{function.__name__} {i}") for i, (function, _) in enumerate(functions)]
+        """Keep what the warps of a block will do; a kernel does nothing after that."""
 
         def run(partition: Partition, function: Any, arguments: Any) -> None:
             partition.go.acquire()
@@ -80,20 +88,23 @@ class Machine:
             partition.done = True
             self.turn.release()
 
-        threads = [
-            threading.Thread(target=run, args=(partition, *each), daemon=True)
-            for partition, each in zip(partitions, functions, strict=True)
-        ]
+        for i, (function, arguments) in enumerate(functions):
+            partition = Partition(f"{function.__name__} {i} of block {self.block}", self.block)
+            self.partitions.append(partition)
+            self.threads.append(threading.Thread(target=run, args=(partition, function, arguments), daemon=True))
+
+    def run(self) -> None:
+        """Run the partitions of all blocks."""
         self.specialised = True
-        for thread in threads:
+        for thread in self.threads:
             thread.start()
         try:
-            self._alternate(partitions)
+            self._alternate(self.partitions)
         finally:
             self.stopping = True
-            for partition in partitions:
+            for partition in self.partitions:
                 partition.go.release()
-            for thread in threads:
+            for thread in self.threads:
                 thread.join()
             self.specialised = False
 
@@ -103,6 +114,9 @@ class Machine:
             if self.random.random() < 1 / _STEPS:  # hold others back for a while
                 everything = [*partitions, self.copies, self.products, *(each.products for each in partitions)]
                 slow = [each for each in everything if self.random.random() < 1 / 2]
+                if self.blocks > 1:
+                    block = self.random.randrange(2 * self.blocks)  # perhaps none
+                    slow += [partition for partition in partitions if partition.block == block]
             able: list[Any] = [partition for partition in partitions if partition.can_run]
             if not able and not self.copies and not self.products:
                 waiting = [f"{p.name} for {p.waits_for[0].name}" for p in partitions if p.waits_for and not p.done]
@@ -110,7 +124,7 @@ class Machine:
             able += [asked for asked in (self.copies, self.products, *(p.products for p in partitions)) if asked]
             chosen = self.random.choice([each for each in able if not is_in(each, slow)] or able)
             if isinstance(chosen, Partition):
-                self.current = chosen
+                self.current, self.block = chosen, chosen.block
                 chosen.waits_for = None
                 chosen.go.release()
                 self.turn.acquire()
@@ -123,16 +137,38 @@ class Machine:
 
     # The methods below are stand-ins for functions that kernels call.
 
+    def part(self, shape: list[int], layout: Any) -> list[int]:
+        """The part that each block has of a tensor: the last dims are those that a layout divides."""
+        own = [int(size) for size in shape]
+        for steps in _divisions(layout):
+            for dim, step in enumerate(steps, len(own) - len(steps)):
+                own[dim] //= 2 if step else 1
+        return own
+
+    def arange(self, start: int, end: int, layout: Any) -> Tensor:
+        (size,) = self.part([end - start], layout)
+        first = start + (self.block * size if size < end - start else 0)
+        return torch.arange(first, first + size, dtype=torch.int32)
+
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        mine = self.memory[self.block]
         if dtype == torch.int64:
-            return Barriers([Barrier(f"barrier {i}") for i in builtins.range(shape[0])])
-        return Memory(self, torch.full(shape, _unwritten(dtype), dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+            shared = any(not any(steps) for steps in _divisions(layout))
+            names = (f"barrier {i} of block {self.block}" for i in builtins.range(shape[0]))
+            new = Barriers([Barrier(name, shared) for name in names])
+            mine.append(self.memory[0][len(mine)] if shared and self.block else new)
+        else:
+            own = self.part(shape, layout)
+            data, unfenced = torch.full(own, _unwritten(dtype), dtype=dtype), torch.zeros(own, dtype=torch.bool)
+            mine.append(Memory(self, data, unfenced))
+        return mine[-1]
 
     def init(self, barrier: Barrier, count: int) -> None:
-        barrier.count = barrier.pending = count
+        barrier.count = barrier.pending = count * (self.blocks if barrier.shared else 1)
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
-        self.current.waits_for = barrier, int(phase)
+        if not barrier.shared or self.block == 0:
+            self.current.waits_for = barrier, int(phase)
         self.switch()
 
     def arrive(self, barrier: Barrier, count: int = 1) -> None:
@@ -146,11 +182,22 @@ class Machine:
         barrier.pending -= 1
         barrier.settle()
 
-    def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory) -> None:
+    def copy(self, source: Any, place: list[Any], barrier: Barrier, target: Memory, multicast: bool = False) -> None:
+        """Copy a box to the target, or by the first block to that of all blocks."""
         self.switch()
+        if multicast and self.block:
+            return
         size, (page, row, column) = source.block_shape, map(int, place)
         assert 0 <= page < source.shape[0], "out of bounds"
         assert 0 <= column <= source.shape[2] - size[2], "out of bounds"
+        for block in builtins.range(self.blocks) if multicast else [self.block]:
+            mine, others = self.memory[self.block], self.memory[block]
+            self._copy_to(target.of(mine, others), barrier.of(mine, others), source, (page, row, column), multicast)
+
+    def _copy_to(
+        self, target: Memory, barrier: Barrier, source: Any, place: tuple[int, int, int], multicast: bool
+    ) -> None:
+        size, (page, row, column) = source.block_shape, place
         assert not target.unfenced.any(), "a copy to what was written without a fence"
         assert target.data.shape == tuple(size)
         target.data.fill_(_unwritten(target.data.dtype))
@@ -160,7 +207,8 @@ class Machine:
             there = source.base[page, first:stop, column : column + size[2]]
             target.data.zero_()[0, first - row :][: len(there)] = there  # a box may begin before a page, or go on after
             barrier.bytes -= target.data.numel() * target.data.itemsize
-            assert barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
+            # Bytes may reach another block's barrier before that block tells it of them.
+            assert multicast or barrier.bytes >= 0, f"{barrier.name}: more bytes than it was told of"
             barrier.settle()
 
         self.copies.append(arrives)
@@ -243,6 +291,11 @@ class Machine:
             self.current.products.pop(0)()
         values = tuple(dep.value if isinstance(dep, Sums) and not dep.pending else dep for dep in deps)
         return values if len(values) > 1 else values[0]
+
+
+def _divisions(layout: Any) -> list[list[int]]:
+    """For each pair of halves of the blocks, the steps of a layout's dims between them; 0 in all where they share."""
+    return list(getattr(layout, "cga_layout", None) or [])
 
 
 def _unwritten(dtype: torch.dtype) -> float:

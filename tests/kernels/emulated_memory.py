@@ -66,6 +66,16 @@ class Memory:
     def reshape(self, shape: list[int]) -> Memory:
         return self._view(lambda t: t.view(shape))
 
+    def reinterpret(self, shape: list[int], layout: Any) -> Memory:
+        return self.reshape(self.machine.part(shape, layout))
+
+    def of(self, mine: list[Any], others: list[Any]) -> Memory:
+        """The same place in the memory of another thread block, from the allocations of this one and of that."""
+        start = self.data.untyped_storage().data_ptr()
+        owns = (isinstance(m, Memory) and m.data.untyped_storage().data_ptr() == start for m in mine)
+        other = others[list(owns).index(True)]
+        return other._view(lambda t: t.as_strided(self.data.shape, self.data.stride(), self.data.storage_offset()))
+
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
@@ -114,10 +124,23 @@ class Barrier:
     """The arrivals and bytes for which the present phase still waits, and the number of phases that are over."""
 
     name: str
+    shared: bool = False
+    """Whether all thread blocks of a program arrive at it; the first one alone waits."""
     count: int = 0
     pending: int = 0
     bytes: int = 0
     phases: int = 0
+
+    def of(self, mine: list[Any], others: list[Any]) -> Barrier:
+        """The same barrier of another thread block, from the allocations of this one and of that."""
+        (found,) = (
+            there.all[i]
+            for one, there in zip(mine, others, strict=True)
+            if isinstance(one, Barriers)
+            for i, each in enumerate(one.all)
+            if each is self
+        )
+        return found
 
     def settle(self) -> None:
         assert self.pending >= 0, f"{self.name}: more arrivals than it was made for"

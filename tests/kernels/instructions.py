@@ -22,18 +22,29 @@ def matrix_unit(assembly):
     return next((name for name in names if name in assembly), None)
 
 
-def assert_warp_groups(record):
+def assert_warp_groups(record, stack=16):
     """Check the kernel for sm_90 whose warps have tasks of their own.
 
     Each of two consumer warp groups computes scores of 64 rows and 64 keys, and half of the sums by two products.
     """
     assert record.shared <= machine_of("sm_90").shared_bytes
     assert record.registers == 168  # per thread: the average of 384; a consumer's have 240
-    assert record.stack <= 16  # numbers of a sequence, which the loop over its keys does not touch
+    assert record.stack <= stack  # numbers of a sequence, which the loop over its keys does not touch
     assert record.spills_in_loop == 0
     assert_consumers(record)
     assert record.whole["UTMALDG"] == 2 * (1 + 2)  # for each of two pages: one half; the other half, and the rope keys
     assert_all_warps_are_there_before_one_arrives(record.assembly, 2 * 6)  # of each consumer
+
+
+def assert_clusters(record):
+    """Check the same for programs of two thread blocks: copies go to both, which meet only when they begin and end."""
+    assert_warp_groups(record, 48)
+    copies = re.findall(r"cp\.async\.bulk\.tensor\S*", record.assembly)
+    assert len(copies) == 2 * (1 + 2)
+    assert all(copy.endswith(".multicast::cluster") for copy in copies)
+    assert len(re.findall(r"barrier\.cluster\.wait", record.assembly)) == 1 + 3  # before and, of each partition, after
+    remote = re.findall(r"mbarrier\.arrive\.shared::cluster", record.assembly)
+    assert len(remote) == 2 * 2  # by each consumer, that there is room in both halves
 
 
 def assert_key_rows(record, stack):

@@ -30,7 +30,14 @@ from .ahead import (
     compile_specialised,
     machine_of,
 )
-from .instructions import assert_clean, assert_tensor_memory, assert_warp_groups, assert_words, matrix_unit
+from .instructions import (
+    assert_clean,
+    assert_clusters,
+    assert_tensor_memory,
+    assert_warp_groups,
+    assert_words,
+    matrix_unit,
+)
 
 pytestmark = [
     pytest.mark.skipif(not CUOBJDUMP.exists(), reason="Triton's package carries no cuobjdump here"),
@@ -65,7 +72,14 @@ OF_CALLS = pytest.mark.parametrize(("causal", "index"), [(False, "*i32"), (True,
 @pytest.mark.slow
 @OF_CALLS
 def test_warp_groups(causal, index):
-    assert_warp_groups(compile_specialised("sm_90", causal, index))
+    assert_warp_groups(compile_specialised("sm_90", causal, index), stack=32 if causal else 16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(version("triton") < "3.9", reason="needs the Gluon of Triton 3.9")
+@OF_CALLS
+def test_clusters(causal, index):
+    assert_clusters(compile_specialised("sm_90", causal, index, blocks=2))
 
 
 @pytest.mark.slow

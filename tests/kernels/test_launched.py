@@ -4,6 +4,7 @@ Where a stride is no multiple of 16 elements, it assumes no alignment, and loads
 """
 
 import re
+from importlib.metadata import version
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from mla_compile.kernels.sparse_latent_attention.triton import sparse_latent_att
 from .ahead import CUOBJDUMP, SPILLED, compile_launch, machine_of
 from .instructions import (
     assert_clean,
+    assert_clusters,
     assert_coded_key_rows,
     assert_coded_warp_groups,
     assert_each_score_once_and_no_wait_between,
@@ -129,6 +131,18 @@ def test_warps_of_their_own_tasks(arch, kernel, rows, kind, check):
             check(record)
         else:
             assert record.stack == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(version("triton") < "3.9", reason="needs the Gluon of Triton 3.9")
+def test_clusters():
+    q = (torch.zeros(2, 1, 128, width, dtype=torch.bfloat16) for width in (L, R))
+    x = PagedLatentAttention(*q, *cache("rows")[:2], TABLE, LENGTHS, True, 0.1)
+    with recorded("sm_90") as launches, mock.patch.object(gluon, "_PLANS", Plans()):
+        gluon.paged_latent_attention_gluon(x, machine_of("sm_90"), blocks=2)
+    launch = launches[1]
+    assert (launch.grid, launch.constants["num_ctas"]) == ((66,), 2)
+    assert_clusters(compile_launch("sm_90", launch))
 
 
 @pytest.mark.slow

@@ -317,7 +317,10 @@ def test_while_tuning_the_fastest_is_taken_and_kept_on_disk(install, tmp_path, c
     assert [line.partition(": ")[2].partition(";")[0] for line in chosen(caplog)] == [fastest, fastest]
 
 
-UNTRIED = "Gluon is not installed; Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
+UNTRIED = (
+    "Gluon in clusters has not run on a GPU yet: mla.kernels='gluon' enables it; Gluon is not installed; "
+    "Gluon in tensor memory has not run on a GPU yet: mla.kernels='gluon' enables it"
+)
 REST = f"FlashAttention 3 is not installed; FlashInfer's trtllm-gen is not installed; {UNTRIED}"
 
 

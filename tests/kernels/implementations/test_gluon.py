@@ -135,6 +135,17 @@ def test_what_it_does_not_take(machine, make, reason):
     assert foreseen(machine, make()) == ("triton", reason)
 
 
+@pytest.mark.parametrize(("heads", "queries", "taken"), [(65, 1, True), (33, 2, True), (64, 1, False)])
+def test_clusters_are_for_more_rows_than_one_block_takes(heads, queries, taken):
+    x = problem(queries, heads)
+    verdict = choose.foreseen(PAGED, x, H100, "gluon")
+    expected = f"takes more than 64 heads and queries, found {heads * queries}"
+    assert (verdict.name, verdict.others.get("Gluon in clusters")) == (
+        ("Gluon in clusters", None) if taken else ("Gluon", expected)
+    )
+    assert "has not run on a GPU yet" in choose.foreseen(PAGED, x, H100, "auto").others["Gluon in clusters"]
+
+
 TAKEN = {
     "pages some rows apart": lambda: apart(problem(), 66 * 576),
     "pages 16 bytes apart": lambda: apart(problem(), 64 * 576 + 8),

@@ -1,8 +1,10 @@
 """The warp-specialised kernels of mla::paged_latent_attention: on a GPU that they are for, or emulated without one."""
 
 import dataclasses
+import functools
 import importlib.util
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import (
+    clusters,
     gluon,
     key_rows,
     paged_latent_attention_reference,
@@ -31,16 +34,26 @@ from .where import machine as present
 
 pytestmark = [*ON_GPU]
 
-MODULES = {"key rows": key_rows, "warp groups": warp_groups, "tensor memory": tensor_memory}
-NAMES = dict(zip(MODULES, ("attend_key_rows", "attend_by_warp_groups", "attend_in_tensor_memory"), strict=True))
-ARCHITECTURES = dict(zip(MODULES, ("sm_90", "sm_90", "sm_100"), strict=True))
+MODULES = {"key rows": key_rows, "warp groups": warp_groups, "clusters": warp_groups, "tensor memory": tensor_memory}
+NAMES = {
+    key_rows: "attend_key_rows",
+    warp_groups: "attend_by_warp_groups",
+    tensor_memory: "attend_in_tensor_memory",
+}
+ARCHITECTURES = {key_rows: "sm_90", warp_groups: "sm_90", tensor_memory: "sm_100"}
+attend = gluon.paged_latent_attention_gluon
 
 
 @pytest.fixture(autouse=True, params=MODULES)
 def kernel(request, monkeypatch):
-    """The name of each kernel, which then takes any number of rows; `key rows` takes 16 or 32 at a time."""
+    """The name of each kernel, which then takes any number of rows; `key rows` takes 16 or 32 at a time, `clusters` is
+    `warp groups` by programs of two thread blocks."""
     monkeypatch.setattr(gluon, "_MOST", 1 << 20 if request.param == "key rows" else 0)
     monkeypatch.setattr(gluon, "_PLANS", Plans())
+    if request.param == "clusters":
+        if not INTERPRETED and version("triton") < "3.9":
+            pytest.skip("needs the Gluon of Triton 3.9")
+        monkeypatch.setattr(f"{__name__}.attend", functools.partial(gluon.paged_latent_attention_gluon, blocks=2))
     return request.param
 
 
@@ -48,9 +61,9 @@ def kernel(request, monkeypatch):
 def machine(kernel):
     """A machine that has the kernel; where there is no GPU, a small imagined one."""
     if INTERPRETED:
-        return Machine(ARCHITECTURES[kernel], 4)
-    if present().arch != ARCHITECTURES[kernel]:
-        pytest.skip(f"for {ARCHITECTURES[kernel]}")
+        return Machine(ARCHITECTURES[MODULES[kernel]], 4)
+    if present().arch != ARCHITECTURES[MODULES[kernel]]:
+        pytest.skip(f"for {ARCHITECTURES[MODULES[kernel]]}")
     return present()
 
 
@@ -61,7 +74,7 @@ def emulated(monkeypatch, kernel):
     def begin(module=MODULES[kernel], seed=0):
         launched = Emulated(module, module.attend_pages, seed)
         if INTERPRETED:
-            monkeypatch.setattr(gluon, NAMES[kernel], launched)
+            monkeypatch.setattr(gluon, NAMES[MODULES[kernel]], launched)
             monkeypatch.setattr(gluon, "_PLANS", Plans())
         return launched
 
@@ -71,7 +84,7 @@ def emulated(monkeypatch, kernel):
 
 def run(machine, x, causal=True):
     bundle = PagedLatentAttention(*to_device(x.arguments), causal, x.scale)
-    return [t.cpu() for t in gluon.paged_latent_attention_gluon(bundle, machine)]
+    return [t.cpu() for t in attend(bundle, machine)]
 
 
 def assert_right(machine, x, causal=True):
@@ -154,7 +167,7 @@ def test_latents_apart_from_rope_keys(machine):
     bundle = PagedLatentAttention(
         *to_device([q_latent, q_rope, latent.contiguous(), wide[:, :64], *numbers]), True, x.scale
     )
-    o, lse = gluon.paged_latent_attention_gluon(bundle, machine)
+    o, lse = attend(bundle, machine)
     expected = run(machine, x)
     torch.testing.assert_close((o.cpu(), lse.cpu()), tuple(expected), atol=0, rtol=0)
 
@@ -210,7 +223,7 @@ def test_it_is_used_once_it_agreed(kernel, machine, monkeypatch, x):
         cached.cache_clear()
     monkeypatch.setattr(choose, "_TRIED", {})
     monkeypatch.setattr(choose, "CHOICES", Plans())
-    x, calls = x(16 if kernel == "key rows" else 64), []
+    x, calls = x({"key rows": 16, "clusters": 128}.get(kernel, 64)), []
 
     def ours(problem):
         calls.append(problem)
@@ -225,12 +238,22 @@ def test_it_is_used_once_it_agreed(kernel, machine, monkeypatch, x):
 
 SYNCHRONISES = r"\s{8,}(mbarrier\.(wait|arrive)\(|fence_async_shared\(\))|\s{4}mbarrier.(wait|arrive)"
 """Lines that synchronise warps."""
+
+
+def of_clusters(lines, place):
+    """Whether a line does something only in programs of two thread blocks."""
+    depth = len(re.match(" *", lines[place])[0])
+    around = next(line for line in reversed(lines[:place]) if len(re.match(" *", line)[0]) < depth and line.strip())
+    return around.strip() == "if BLOCKS == 2:"
+
+
 # Kernels and these lines of their source.
 SYNCHRONISING = [
     (name, place)
     for name, module in MODULES.items()
-    for place, line in enumerate(Path(module.__file__).read_text().splitlines())
-    if re.match(SYNCHRONISES, line)
+    for lines in [Path(module.__file__).read_text().splitlines()]
+    for place, line in enumerate(lines)
+    if re.match(SYNCHRONISES, line) and (name == "clusters" or not of_clusters(lines, place))
 ]
 SOME = SYNCHRONISING[::5]
 
@@ -263,3 +286,18 @@ def test_nothing_that_keeps_warps_apart_can_be_left_out(kernel, machine, emulate
         except AssertionError:
             return
     pytest.fail(f"nothing was noticed without line {place + 1}")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the emulation")
+def test_no_block_is_overwritten_while_it_reads(kernel, machine, emulated, monkeypatch):
+    """The barriers that say where there is room have to be those of both blocks."""
+    if kernel != "clusters":
+        pytest.skip("of programs of two thread blocks")
+    monkeypatch.setattr(warp_groups, "a_barrier_for_all", clusters.a_barrier_each)
+    for seed in range(8):
+        emulated(seed=seed)
+        try:
+            assert_right(machine, make([300, 130, 0, 77]))
+        except AssertionError:
+            return
+    pytest.fail("nothing was noticed")
