@@ -20,6 +20,7 @@ from mla_compile.cost import Device
 from mla_compile.errors import KernelError
 from mla_compile.kernels import native
 from mla_compile.kernels._common.machine import Machine
+from mla_compile.kernels.implementations import gluon as of_gluon
 from mla_compile.kernels.paged_latent_attention import aten
 
 CPU = torch.device("cpu")
@@ -89,6 +90,7 @@ def test_flex_is_right():
 def test_the_peers_that_have_to_be_named(monkeypatch, arch, peer, name):
     x = make_inputs(Case("decode", 2, 1, 128, 80), CPU, torch.bfloat16)
     monkeypatch.setattr(kernel_peers, "present", lambda device: Machine(arch, 132))
+    monkeypatch.setattr(of_gluon, "version", lambda name: "3.9.0")
     computed = types.SimpleNamespace(
         paged_latent_attention_gluon=aten.attend, paged_latent_attention_in_clusters=aten.attend
     )

@@ -19,6 +19,7 @@ from mla_compile.kernels._common import tuning
 from mla_compile.kernels._common.machine import Machine
 from mla_compile.kernels._common.plans import Plans
 from mla_compile.kernels.implementations import choose, packages, pages
+from mla_compile.kernels.implementations import gluon as of_gluon
 from mla_compile.kernels.implementations.gluon import HOPPER
 from mla_compile.kernels.implementations.table import PAGED
 from mla_compile.kernels.paged_latent_attention import aten, gluon
@@ -135,15 +136,24 @@ def test_what_it_does_not_take(machine, make, reason):
     assert foreseen(machine, make()) == ("triton", reason)
 
 
-@pytest.mark.parametrize(("heads", "queries", "taken"), [(65, 1, True), (33, 2, True), (64, 1, False)])
-def test_clusters_are_for_more_rows_than_one_block_takes(heads, queries, taken):
+CLUSTERS = "Gluon in clusters"
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "triton", "why"),
+    [
+        (65, 1, "3.9.0", None),
+        (33, 2, "3.10.1+git", None),
+        (64, 1, "3.9.0", "takes more than 64 heads and queries, found 64"),
+        (65, 1, "3.8.0", "needs Triton 3.9 or newer, found 3.8.0"),
+    ],
+)
+def test_clusters_are_for_more_rows_than_one_block_takes(monkeypatch, heads, queries, triton, why):
+    monkeypatch.setattr(of_gluon, "version", lambda name: triton)
     x = problem(queries, heads)
     verdict = choose.foreseen(PAGED, x, H100, "gluon")
-    expected = f"takes more than 64 heads and queries, found {heads * queries}"
-    assert (verdict.name, verdict.others.get("Gluon in clusters")) == (
-        ("Gluon in clusters", None) if taken else ("Gluon", expected)
-    )
-    assert "has not run on a GPU yet" in choose.foreseen(PAGED, x, H100, "auto").others["Gluon in clusters"]
+    assert (verdict.name, verdict.others.get(CLUSTERS)) == (("Gluon", why) if why else (CLUSTERS, None))
+    assert "has not run on a GPU yet" in choose.foreseen(PAGED, x, H100, "auto").others[CLUSTERS]
 
 
 TAKEN = {
