@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import SymBool, Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..errors import CacheMismatchError
 from .inference_mode import is_locked, to_be_written
@@ -44,7 +45,9 @@ class Room:
                     )
             self._lacks = dict.fromkeys(self._lacks, count)
             self.length += count
-            if self.length >= self.rows:  # never full, so that in all compiled code the tokens are a part of the buffer
+            if not _is_true(
+                self.length < self.rows
+            ):  # never full: in all compiled code tokens are a part of the buffer
                 self.rows = 2 * self.length
         self._lacks[layer] = 0
 
@@ -72,7 +75,7 @@ class Room:
         count = new.shape[-2]
         start = self.length - count
         dtype = new.dtype if buffer is None else torch.promote_types(buffer.dtype, new.dtype)
-        if buffer is None or buffer.shape[-2] < self.rows or buffer.dtype != dtype or _stays(buffer):
+        if buffer is None or not _is_true(buffer.shape[-2] >= self.rows) or buffer.dtype != dtype or _stays(buffer):
             with to_be_written():
                 other = new.new_empty(*new.shape[:-2], self.rows, new.shape[-1], dtype=dtype)
             if buffer is not None:
@@ -95,6 +98,11 @@ def check_sizes(buffer: Tensor | None, new: Tensor) -> None:
         raise CacheMismatchError(
             f"expected tokens of shape {[*buffer.shape[:-2], 'S', buffer.shape[-1]]}, found {list(new.shape)}"
         )
+
+
+def _is_true(condition: bool | SymBool) -> bool:
+    """Whether a condition holds; in a program for export, which has no guards, whether it does for all of its sizes."""
+    return statically_known_true(condition) if torch.compiler.is_exporting() else bool(condition)
 
 
 def _stays(buffer: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..aliases import share_memory
 from ..passes.nodes.arguments import aten
+from .loop_writes import write_in_own_dtype
 
 _IN_ORDER = (
     aten.clone.default,  # Inductor omits copies that change neither dtype nor strides
@@ -45,6 +46,8 @@ def straighten_loop_operands(module: fx.GraphModule) -> None:
         if not isinstance(part, fx.GraphModule):
             continue
         loops = part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop)
+        if loops:
+            write_in_own_dtype(part.graph)
         for loop in loops:
             _straighten(loop)
             _view_inside(part, loop)

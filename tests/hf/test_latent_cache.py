@@ -212,3 +212,33 @@ def test_keys_that_are_set_are_as_many_as_before():
     layer.keys = 2 * layer.keys
     with pytest.raises(CacheMismatchError, match="expected the 1 tokens of layer 0, found 2"):
         layer.keys = layer.keys.repeat(1, 1, 2, 1)
+
+
+class Step(torch.nn.Module):
+    """A model as a function of tokens and of a cache before them, for export."""
+
+    def __init__(self, model, tokens):
+        super().__init__()
+        self.model, self.tokens = model, tokens
+
+    def forward(self, ids, latent, k_rope):
+        cache = LatentCache.of(self.model, tokens=self.tokens)
+        cache.update(latent, k_rope, 0)
+        logits = self.model(ids, past_key_values=cache).logits
+        return logits, *(getattr(cache.layers[0], name) for name in ("keys", "values"))
+
+
+@pytest.mark.parametrize("tokens", [0, 20, 100], ids=["no room", "room for some", "room for all"])
+def test_a_program_with_it_serves_all_sizes(tokens):
+    """A package of AOTInductor checks no guards, so that there may be none on where the cache grows."""
+    model = build("v3", layers=1)
+    step, room = Step(model, tokens), {2: torch.export.Dim("T", min=0, max=40)}
+
+    def sizes(queries, before):
+        return torch.randint(64, (1, queries)), torch.randn(1, 1, before, 16), torch.randn(1, 1, before, 8)
+
+    with torch.no_grad():
+        dims = {1: torch.export.Dim("S", min=1, max=30)}, room, room
+        run = torch.export.export(step, sizes(5, 7), dynamic_shapes=dims).module()
+        for each in (sizes(1, 9), sizes(3, 40), sizes(6, 3), sizes(30, 0)):
+            torch.testing.assert_close(run(*each), step(*each))
