@@ -29,6 +29,7 @@ from .inductor.loop_operands import straighten_loop_operands
 from .inductor.loop_splits import split_loops_evenly
 from .inductor.written_buffers import read_written_buffers
 from .options import OFF, parse
+from .program_guards import broken_guards
 from .report import Report, record
 from .rewriting import failures_told, raise_strict, rewrite_graph
 from .verify import check
@@ -102,10 +103,13 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
     If there is a GPU, attention of known sizes on it becomes launches of its Triton kernels, planned for that GPU, and
     a package contains these kernels compiled.
 
+    Warns where the program holds for fewer sizes than its ranges allow, as a package does not check that.
+
     Raises:
         TypeError: if this is no exported program.
     """
     _expect_program(program)
+    _tell_of_guards(program)
     split_loops_evenly()
     read_written_buffers()
 
@@ -121,6 +125,16 @@ def lower(program: ExportedProgram, *, kernels: bool = False) -> ExportedProgram
 def _expect_program(program: object) -> None:
     if not isinstance(program, ExportedProgram):
         raise TypeError(f"expected a program of torch.export.export, found {type(program).__name__}")
+
+
+def _tell_of_guards(program: ExportedProgram) -> None:
+    broken = broken_guards(program)
+    if broken:
+        warnings.warn(
+            f"the program holds only where {' and '.join(broken)}, which is not so for all sizes in its ranges: a "
+            "package does not check it, and is wrong elsewhere",
+            stacklevel=3,
+        )
 
 
 def _decomposed(

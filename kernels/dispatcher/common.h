@@ -50,7 +50,8 @@ int64_t place(at::ScalarType dtype) {
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> general(const char* name) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
-  TORCH_CHECK(found, name, ": expected arguments that a kernel in C++ takes, or mla_compile imported; found neither");
+  TORCH_CHECK(found, name, ": expected arguments that a kernel in C++ takes, or mla_compile imported; found neither. "
+              "A library by build_library has kernels for the dtypes that it was given, codes of caches too");
   return found->typed<Signature>();
 }
 
