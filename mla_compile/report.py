@@ -88,7 +88,7 @@ def _nearest_misses(sites: Sequence[Outcome]) -> Iterator[str]:
     """For unchanged attentions, what would get them rewritten and how far the trace came. Identical texts, as of many
     layers, appear once."""
     for (trail, remedy), numbers in _alike(sites, lambda site: (site.trail, site.remedy)):
-        yield f"\n{numbers}: {'to have this rewritten, ' + remedy if remedy else 'traced this far'}"
+        yield f"\n{numbers}: {'to have this rewritten, if it is MLA, ' + remedy if remedy else 'traced this far'}"
         yield from (f"    {'from' if k == 0 else 'back to'} {line}" for k, line in enumerate(trail))
 
 

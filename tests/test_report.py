@@ -33,7 +33,7 @@ def test_the_nearest_miss_is_traced_to_the_line_where_it_stopped() -> None:
         "k = k_nope.tanh()",
     ]
     assert "to the latent before the up-projection" in site.remedy
-    assert f"\n0: to have this rewritten, {site.remedy}\n    from {site.trail[0]}\n    back to" in str(report)
+    assert f"\n0: to have this rewritten, if it is MLA, {site.remedy}\n    from {site.trail[0]}\n    back to" in str(report)
     assert Report.from_json(report.to_json()) == report
 
 
@@ -41,7 +41,7 @@ def test_alike_misses_of_many_layers_are_told_once() -> None:
     miss = Outcome("bmm", "model.py:1", "", "unchanged", "expected one, found another", remedy="do so", trail=("`a`",))
     fine = Outcome("bmm_1", "model.py:1", "", "absorbed", "few queries")
     lines = str(Report((miss, fine, miss))).splitlines()
-    assert lines[-2:] == ["0, 2: to have this rewritten, do so", "    from `a`"]
+    assert lines[-2:] == ["0, 2: to have this rewritten, if it is MLA, do so", "    from `a`"]
 
 
 def test_the_latest_reports_are_kept() -> None:
