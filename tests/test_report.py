@@ -33,7 +33,8 @@ def test_the_nearest_miss_is_traced_to_the_line_where_it_stopped() -> None:
         "k = k_nope.tanh()",
     ]
     assert "to the latent before the up-projection" in site.remedy
-    assert f"\n0: to have this rewritten, if it is MLA, {site.remedy}\n    from {site.trail[0]}\n    back to" in str(report)
+    advice = f"\n0: to have this rewritten, if it is MLA, {site.remedy}\n    from {site.trail[0]}\n    back to"
+    assert advice in str(report)
     assert Report.from_json(report.to_json()) == report
 
 
