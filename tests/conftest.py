@@ -38,7 +38,7 @@ torch._dynamo.config.run_gc_after_compile = False
 # It also empties the CPU's caches to time a graph's guards, for a log that nobody reads: 23 ms each.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # Dynamo has Inductor and its passes write the Python of a graph when it is called, so that none is written of graphs
-# that are only read. So it is where tests call passes themselves: 5 % of their time.
+# that are only read. So it is where tests call passes themselves: 3 to 5 % of their time.
 _lazy_graph_module._use_lazy_graph_module_flag = True
 # pytest attaches a handler to every logger that does not propagate. A handler on this one makes torch, and us, print
 # each graph of each compilation several times: 5 % of the time of tests that compile. Tests that need this log
