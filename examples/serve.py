@@ -45,7 +45,7 @@ from mla_compile import ContinuousModel, tp_plan
 DEFAULTS: dict[str, Any] = {"temperature": 0, "n": 1, "best_of": 1, "echo": False}
 DEFAULTS |= {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
 DEFAULTS |= dict.fromkeys(("logprobs", "stop", "suffix", "tools"))
-"""Fields that a request may contain, but only with these values."""
+"""Fields that a request may contain, but only with these values, or empty ones where these are empty."""
 
 
 class Engine:
@@ -220,7 +220,7 @@ def application(engine: Engine, name: str) -> Starlette:
         if not isinstance(streaming := body.get("stream_options") or {}, dict):
             raise HTTPException(400, f"expected stream_options to be an object, found {streaming!r}")
         for key, value in DEFAULTS.items():
-            if body.get(key) not in (None, value):
+            if body.get(key) not in (None, value) and (body[key] or value):
                 raise HTTPException(400, f"expected {key} to be {value}, found {body[key]!r}")
         counts = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
         try:

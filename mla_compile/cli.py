@@ -9,7 +9,7 @@ from mla_compile.bench import command as bench
 from mla_compile.cluster import command as layout
 from mla_compile.errors import ConfigError
 from mla_compile.inspect import command as inspect
-from mla_compile.plan import command as memory
+from mla_compile.memory import command as memory
 from mla_compile.version import __version__
 
 COMMANDS = (explain, inspect, memory, layout, bench)

@@ -18,7 +18,7 @@ from mla_compile.cluster.exchanges import exchanges
 from mla_compile.cluster.link import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Exchange, Link
 from mla_compile.cluster.mesh import Mesh, meshes
 from mla_compile.cluster.model import read_model
-from mla_compile.cluster.plan import Plan, where_it_pays
+from mla_compile.cluster.plan import ClusterPlan, where_it_pays
 from mla_compile.cluster.rates import bytes_per_second, flops_per_second, link
 from mla_compile.cluster.stage import stages
 from mla_compile.cluster.step import Device, Step, Task
@@ -215,7 +215,7 @@ def test_a_pipeline_waits_for_its_slowest_stage(v3):
 
 
 def test_the_fastest_is_first_and_the_others_say_why_not(v3):
-    plan = Plan(v3, Task(16, 128 * 1024), DEVICE, LINK, 16)
+    plan = ClusterPlan(v3, Task(16, 128 * 1024), DEVICE, LINK, 16)
     times = [step.time for step in plan.steps]
     assert times == sorted(times)
     assert all(step.fits for step in plan.steps)
@@ -229,7 +229,7 @@ def test_the_fastest_is_first_and_the_others_say_why_not(v3):
 
 
 def test_where_it_pays(v3):
-    plan = Plan(v3, Task(4, 4096), DEVICE, LINK, 64)
+    plan = ClusterPlan(v3, Task(4, 4096), DEVICE, LINK, 64)
     plans = plan.scaled()
     assert [fewer.devices for fewer in plans] == [1, 2, 4, 8, 16, 32, 64]
     assert [bool(fewer.steps) for fewer in plans] == [False] * 4 + [True] * 3

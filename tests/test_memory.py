@@ -11,11 +11,12 @@ from mla_compile import cli
 from mla_compile.cache import FP8PagePool, PagePool
 from mla_compile.errors import ConfigError
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
+from mla_compile.memory.layouts import fp8_bytes, layouts
+from mla_compile.memory.plot import plot
+from mla_compile.memory.sizes import ModelSizes, Sizes, read_sizes
+from mla_compile.memory.table import MemoryPlan, as_text
 from mla_compile.parsing import in_bytes, tokens
-from mla_compile.plan.layouts import fp8_bytes, layouts
-from mla_compile.plan.plot import plot
-from mla_compile.plan.sizes import ModelSizes, Sizes, read_sizes
-from mla_compile.plan.table import Plan, as_text, in_units
+from mla_compile.units import in_units
 
 V3 = {
     "model_type": "deepseek_v3",
@@ -143,7 +144,9 @@ def test_the_text_of_a_model_with_vision(config, without_transformers):
 def test_an_indexer_is_named_and_not_counted(config, without_transformers):
     model = read_sizes(config(**V3 | {"index_head_dim": 128, "indexer_types": ["full"] + ["shared"] * 60}))
     assert (model.index_width, model.indexers) == (128, 1)
-    assert "an indexer's keys, 256 bytes per token and layer in 1 layers" in as_text(Plan(model, 1024, 1, "bf16", 8))
+    assert "an indexer's keys, 256 bytes per token and layer in 1 layers" in as_text(
+        MemoryPlan(model, 1024, 1, "bf16", 8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_plot(config, tmp_path, capsys):
     file = tmp_path / "memory.svg"
     assert cli.main(["memory", str(config(**V3)), "--plot", str(file)]) == 0
     assert "<svg" in file.read_text()
-    plot(Plan(ModelSizes("m", {HEADS: 2}), 700, 1, "bf16", 8, memory=2**20), tmp_path / "short.png")
+    plot(MemoryPlan(ModelSizes("m", {HEADS: 2}), 700, 1, "bf16", 8, memory=2**20), tmp_path / "short.png")
     assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -165,6 +165,22 @@ def test_what_it_cannot_do_is_refused_with_a_reason(running, more, message):
         asyncio.run(ask())
 
 
+@pytest.mark.parametrize("more", [{"stop": []}, {"logprobs": False}, {"tools": [], "n": 1}, {"suffix": ""}])
+def test_what_asks_for_nothing_is_taken(running, more):
+    body = json.dumps({"prompt": "import", "max_tokens": 1, **more}).encode()
+    with urllib.request.urlopen(f"{running.address()}/completions", body) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("more", [{"stop": ["a"]}, {"logprobs": 1}, {"n": 0}])
+def test_what_asks_for_something_else_is_not(running, more):
+    body = json.dumps({"prompt": "import", "max_tokens": 1, **more}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{running.address()}/completions", body)
+    with refused.value:
+        assert json.load(refused.value)["error"]["message"].startswith(f"expected {next(iter(more))} to be")
+
+
 NO_REQUESTS = {
     "text": b"import",
     "list": b"[1, 2]",

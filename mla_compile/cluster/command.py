@@ -9,7 +9,7 @@ from typing import Any
 from ..optional_packages import require
 from ..parsing import figure, in_bytes, positive, tokens
 from .model import read_model
-from .plan import Plan
+from .plan import ClusterPlan
 from .plot import plot
 from .rates import bytes_per_second, flops_per_second, link
 from .step import Device, Task
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = read_model(arguments.model, None if arguments.weights is None else arguments.weights == "fp8")
     task = Task(arguments.batch, arguments.context, arguments.dtype)
     device = Device(arguments.memory, arguments.bandwidth, arguments.flops)
-    plan = Plan(model, task, device, arguments.link, arguments.gpus)
+    plan = ClusterPlan(model, task, device, arguments.link, arguments.gpus)
     print(as_json(plan) if arguments.json else as_text(plan, str(arguments.model), arguments.rows))
     if arguments.plot:
         plot(plan, arguments.plot, arguments.rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..plan.sizes import ModelSizes, Sizes, is_count, read_config, read_sizes
+from ..memory.sizes import ModelSizes, Sizes, is_count, read_config, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 FP8_BLOCK = 128

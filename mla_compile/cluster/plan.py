@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..plan.table import in_units
+from ..units import in_units
 from .engines import TRANSFORMERS, Refusal, engines, refused
 from .link import Link
 from .mesh import Mesh, meshes
@@ -15,7 +15,7 @@ from .step import Device, Step, Task
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """A request: a model, what it decodes, and the available devices."""
 
     model: Model
@@ -61,7 +61,7 @@ class Plan:
             return f"as fast, {in_units(more_memory)} more memory" if more_memory else "as fast"
         return f"{worst} +{1000 * more[worst]:.3g} ms"
 
-    def scaled(self) -> list[Plan]:
+    def scaled(self) -> list[ClusterPlan]:
         """The same plan with fewer devices (powers of two), then with all."""
         counts = [2**i for i in range(self.devices.bit_length()) if 2**i < self.devices]
         return [replace(self, devices=count) for count in counts] + [self]
@@ -76,7 +76,7 @@ class Plan:
                 yield Step(self.model, self.task, self.device, self.link, mesh)
 
 
-def where_it_pays(plans: list[Plan]) -> str:
+def where_it_pays(plans: list[ClusterPlan]) -> str:
     """Say with how many devices a token is cheapest and a step fastest; `plans` are in order of their devices."""
     found = [plan for plan in plans if plan.steps]
     if not found:
@@ -90,6 +90,6 @@ def where_it_pays(plans: list[Plan]) -> str:
     return words + ("." if fastest is found[-1] else "; more of them make it no faster.")
 
 
-def _rate(plan: Plan) -> str:
+def _rate(plan: ClusterPlan) -> str:
     """Tokens per second and device."""
     return f"{plan.task.batch / plan.steps[0].time / plan.devices:,.1f}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..optional_packages import require
-from .plan import Plan
+from .plan import ClusterPlan
 from .step import BOUNDS
 
 
-def plot(plan: Plan, path: Path, rows: int) -> None:
+def plot(plan: ClusterPlan, path: Path, rows: int) -> None:
     """Write the figure in the format that the file name's suffix says."""
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..plan.layouts import ELEMENT_SIZE, CacheDtype, fp8_bytes
+from ..memory.layouts import ELEMENT_SIZE, CacheDtype, fp8_bytes
 from .exchanges import exchanges
 from .link import Link
 from .mesh import Mesh

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from ..plan.table import in_units
 from ..text_table import aligned
+from ..units import in_units
 from .engines import engines, transformers, vllm
-from .plan import Plan, where_it_pays
+from .plan import ClusterPlan, where_it_pays
 from .step import Step
 
 MOST_NAMED = 8
@@ -18,7 +18,7 @@ MOST_NAMED = 8
 MESH = ("tp", "dcp", "dp", "ep", "pp")
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: ClusterPlan) -> str:
     """Everything as JSON: each mesh with its memory and time, or why it is refused."""
     return json.dumps(
         {
@@ -36,7 +36,7 @@ def as_json(plan: Plan) -> str:
     )
 
 
-def row(plan: Plan, step: Step) -> dict[str, Any]:
+def row(plan: ClusterPlan, step: Step) -> dict[str, Any]:
     """A mesh: bytes on the fullest device, seconds of a step, what bounds these, and why it is not the first."""
     return {
         **asdict(step.mesh),
@@ -54,7 +54,7 @@ def row(plan: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, name: str, rows: int) -> str:
+def as_text(plan: ClusterPlan, name: str, rows: int) -> str:
     """A table of the first `rows` meshes, the commands for the first, and a table for fewer devices."""
     parts = [_heading(plan), _meshes(plan, rows), _others(plan, rows)]
     if plan.steps:
@@ -63,7 +63,7 @@ def as_text(plan: Plan, name: str, rows: int) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _heading(plan: Plan) -> str:
+def _heading(plan: ClusterPlan) -> str:
     model, device, task, link = plan.model, plan.device, plan.task, plan.link
     experts = f", {model.experts_of_token} of {model.experts} experts" if model.experts else ""
     return (
@@ -75,7 +75,7 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _meshes(plan: Plan, rows: int) -> str:
+def _meshes(plan: ClusterPlan, rows: int) -> str:
     if not plan.steps and not plan.too_large:
         return "Neither engine supports any mesh of that many devices."
     header = [name.upper() for name in MESH]
@@ -90,7 +90,7 @@ def _meshes(plan: Plan, rows: int) -> str:
     return "\n".join(aligned(cells, ">" * 10 + "<"))
 
 
-def _others(plan: Plan, rows: int) -> str:
+def _others(plan: ClusterPlan, rows: int) -> str:
     """How many meshes are not in the table, and why."""
     lines = []
     if len(plan.steps) > rows:
@@ -108,7 +108,7 @@ def _others(plan: Plan, rows: int) -> str:
     return "\n".join(lines)
 
 
-def _commands(plan: Plan, name: str) -> str:
+def _commands(plan: ClusterPlan, name: str) -> str:
     first, ours = plan.steps[0], plan.for_transformers
     many = first.mesh.engines
     each = f" on each of {many:,} engines" if many > 1 else ""
@@ -121,7 +121,7 @@ def _commands(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _scaled(plan: Plan) -> list[str]:
+def _scaled(plan: ClusterPlan) -> list[str]:
     cells = [["devices", "mesh", "ms", "tokens/s", "on each", "bound"]]
     for fewer in plan.scaled():
         if not fewer.steps:

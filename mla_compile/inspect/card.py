@@ -16,12 +16,12 @@ from mla_compile.passes.outcome import Outcome, output_of
 from ..cost import Device
 from ..dynamo.control_flow import located
 from ..rewriting import AFTER, BEFORE
+from ..units import in_flops, in_seconds, in_units, span
 from .collect import Compilation, Proved
 from .costs import AS_WRITTEN, Model, PathCost, expands, style
 from .drawing import draw
 from .plot import draw_curves
 from .sketch import Sketch, entrances, sketch
-from .words import in_flops, in_seconds, in_units, span
 
 KINDS = {
     "latent": "the latent and the rope key",

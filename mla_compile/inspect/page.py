@@ -17,10 +17,10 @@ from ..cost import Device
 from ..graph_log import readable
 from ..report import Report, merged
 from ..rewriting import AFTER, BEFORE
+from ..units import in_seconds, span
 from ..version import __version__
 from .card import Group, card
 from .collect import STAGES, Compilation
-from .words import in_seconds, span
 
 LONGEST = 400_000
 """The largest number of characters of a text that the page includes."""

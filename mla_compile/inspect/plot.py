@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from ..units import in_seconds, in_tokens
 from .costs import Curve, style
-from .words import in_seconds, in_tokens
 
 WIDTH, HEIGHT = 268.0, 196.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 34.0

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..text_table import aligned
+from ..units import in_units
 from .layouts import ELEMENT_SIZE, CacheDtype, Layout, layouts
 from .sizes import ModelSizes
 
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What is to be cached, and the memory available for it."""
 
     model: ModelSizes
@@ -59,7 +58,7 @@ class Plan:
         ]
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: MemoryPlan) -> str:
     """The plan and its rows as JSON."""
     model = plan.model
     described = {
@@ -70,7 +69,7 @@ def as_json(plan: Plan) -> str:
     return json.dumps({"model": described, **asked, "rows": plan.rows()}, indent=1)
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: MemoryPlan) -> str:
     """The plan as a table, with notes on what its numbers count."""
     model = plan.model
     kinds = ", ".join(f"{count} layers of {sizes}" for sizes, count in model.layers.items())
@@ -91,7 +90,7 @@ def as_text(plan: Plan) -> str:
     return "\n".join([*heading, *aligned(cells, "<<>"), "", *_notes(plan)])
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: MemoryPlan) -> list[str]:
     """Notes for readers who compare these numbers with others."""
     model = plan.model
     first = next(iter(model.layers))
@@ -117,11 +116,3 @@ def _notes(plan: Plan) -> list[str]:
             f"in {model.indexers} layers."
         )
     return lines
-
-
-def in_units(number: int) -> str:
-    """Format bytes with three digits and a binary unit."""
-    value, unit = float(number), 0
-    while value >= 999.5 and unit < len(UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.3g} {UNITS[unit]}"

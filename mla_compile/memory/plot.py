@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..optional_packages import require
-from .table import Plan, in_units
+from ..units import in_units
+from .table import MemoryPlan
 
 FEWEST_TOKENS = 1024
 """The start of the context axis, unless the plan's own context is shorter."""
 
 
-def plot(plan: Plan, path: Path) -> None:
+def plot(plan: MemoryPlan, path: Path) -> None:
     """Write the figure in the format that the file name's suffix says."""
     require("matplotlib.figure", "plot", "--plot")
     from matplotlib.figure import Figure

@@ -1,8 +1,14 @@
 """Format numbers for readers."""
 
-from ..plan.table import in_units
+_BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
-__all__ = ["in_flops", "in_seconds", "in_tokens", "in_units", "span"]
+
+def in_units(number: int) -> str:
+    """Format bytes with three digits and a binary unit."""
+    value, unit = float(number), 0
+    while value >= 999.5 and unit < len(_BYTES) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {_BYTES[unit]}"
 
 
 def in_flops(number: float) -> str:

@@ -11,7 +11,7 @@ from ..parsing import figure, in_bytes, positive, tokens
 from .layouts import CACHE_DTYPES
 from .plot import plot
 from .sizes import read_sizes
-from .table import Plan, as_json, as_text
+from .table import MemoryPlan, as_json, as_text
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require("matplotlib.figure", "plot", "--plot")
     model = read_sizes(arguments.model)
-    plan = Plan(model, arguments.context, arguments.batch, arguments.dtype, arguments.kv_heads, arguments.memory)
+    plan = MemoryPlan(model, arguments.context, arguments.batch, arguments.dtype, arguments.kv_heads, arguments.memory)
     print(as_json(plan) if arguments.json else as_text(plan))
     if arguments.plot:
         plot(plan, arguments.plot)
