@@ -117,6 +117,21 @@ def test_layers_that_keep_no_latents(config, without_transformers):
     assert read_sizes(config(**shared)) == ModelSizes("deepseek_v3", {HEADS: 2}, others=1)
 
 
+def test_layers_with_latents_that_a_checkpoint_numbers(config, without_transformers):
+    """As those of Kimi-Linear and Kimi K3 do, from 1 on."""
+    linear = {"num_heads": 96, "full_attn_layers": [2, 3], "kda_layers": [1]}
+    text = V3 | {"num_hidden_layers": 3, "linear_attn_config": linear}
+    assert read_sizes(config(model_type="kimi_k3", text_config=text)) == ModelSizes("kimi_k3", {HEADS: 2}, others=1)
+    told = text | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    assert read_sizes(config(**told)).count == 1
+
+
+def test_a_model_that_transformers_does_not_know_is_named_alone(config):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"does not know this model: Unrecognized model identifier: kimi_k9$"):
+        read_sizes(config(**V3 | {"model_type": "kimi_k9", "linear_attn_config": {"num_heads": 4}}))
+
+
 def test_kinds_of_layers_that_transformers_knows(config):
     kimi = read_sizes(config(**V3 | {"model_type": "kimi_linear", "num_hidden_layers": 9, "linear_head_dim": 8}))
     assert (kimi.count, kimi.others) == (2, 7)
@@ -155,6 +170,10 @@ def test_an_indexer_is_named_and_not_counted(config, without_transformers):
         ({"model_type": "llama", "num_hidden_layers": 2}, "expected the config of an MLA model, with kv_lora_rank"),
         (V3 | {"v_head_dim": None}, "expected v_head_dim in"),
         (V3 | {"linear_num_heads": 4}, "expected layer_types in"),
+        (
+            V3 | {"linear_attn_config": {"full_attn_layers": [0, 4]}},
+            r"expected full_attn_layers in .* to be a list of layers, 1 to 61, found \[0, 4\]",
+        ),
         (V3 | {"kv_lora_rank": True}, "expected kv_lora_rank in .* to be a positive whole number, found True"),
         (V3 | {"v_head_dim": "wide"}, "expected v_head_dim in .* to be a positive whole number, found 'wide'"),
         (V3 | {"layer_types": ["linear_attention"] * 61}, "expected layers that keep latents"),

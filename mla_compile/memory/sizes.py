@@ -74,6 +74,7 @@ def read_sizes(path: Path) -> ModelSizes:
     name = str(config.get("model_type") or "model")
     if not text.get("kv_lora_rank"):
         raise ConfigError(f"expected the config of an MLA model, with kv_lora_rank, found {name} without one in {file}")
+    text = _with_kinds(text, file)
     mixed = not text.get("layer_types") and any(key.startswith(LEFT_TO_DEFAULTS) for key in text)
     missing = [key for key in NEEDED if text.get(key) is None] + ["layer_types"] * mixed
     return _sizes(name, _completed(config, missing, file) if missing else text, file)
@@ -103,6 +104,19 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     return file, config, config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
+def _with_kinds(text: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The fields, with `layer_types` if layers with linear attention are only told apart as in Kimi's checkpoints:
+    `full_attn_layers` in `linear_attn_config` numbers the others from 1."""
+    linear, total = text.get("linear_attn_config"), text.get("num_hidden_layers")
+    full = linear.get("full_attn_layers") if isinstance(linear, dict) else None
+    if full is None or text.get("layer_types") or not is_count(total):
+        return text
+    layers = range(1, int(total) + 1)
+    if not (isinstance(full, list) and all(is_count(i) and i in layers for i in full)):
+        raise ConfigError(f"expected full_attn_layers in {file} to be a list of layers, 1 to {total}, found {full!r}")
+    return text | {"layer_types": [f"{'full' if i in full else 'linear'}_attention" for i in layers]}
+
+
 def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[str, Any]:
     """The fields of this file as completed by transformers' config class."""
     lacking = f"expected {', '.join(missing)} in {file}, found none"
@@ -117,7 +131,8 @@ def _completed(config: dict[str, Any], missing: list[str], file: Path) -> dict[s
     try:
         known = AutoConfig.for_model(config.get("model_type", ""), **fields).get_text_config()
     except ValueError as error:
-        raise ConfigError(f"{lacking}; transformers does not know this model: {error}") from error
+        told, _, _ = str(error).partition(". Should contain one of")  # the names of all models
+        raise ConfigError(f"{lacking}; transformers does not know this model: {told}") from error
     except StrictDataclassError as error:
         raise ConfigError(f"{lacking}; transformers refuses the config: {' '.join(str(error).split())}") from error
     if isinstance(known, dict):  # fields of a text model, in the config of a model that has no other part
