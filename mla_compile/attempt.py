@@ -34,6 +34,7 @@ from .options import Options
 from .parallel.replicated import with_replicated_heads
 from .passes.outcome import Outcome
 from .rewriting import failures_told, raise_strict, rewrite_graph
+from .saved import saved_with_kernels
 from .verify import VerifiedGraph, check_of_graph
 
 _AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes", "freezing")
@@ -87,7 +88,7 @@ class Attempt:
         ):
             compiled = compile_graph(copied(sealed), self.inputs, inner_compile=self._inner, decompositions=own)
         cpp_kernels.make_ready(self._dtypes())
-        return compiled
+        return saved_with_kernels(compiled, self._dtypes())
 
     def _is_used_once(self) -> bool:
         """Whether the result must not be cached: it verifies itself, is observed, or has parameters as constants."""

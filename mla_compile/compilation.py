@@ -46,6 +46,7 @@ from .options import Options
 from .passes.outcome import Outcome
 from .report import Report
 from .rewriting import failures_told, raise_strict
+from .saved import saved_with_kernels
 from .stored import ReportStore
 from .training.rewrite import rewrite_for_training
 from .verify import Verified
@@ -149,7 +150,7 @@ class Compilation:
         kernels = kernels_of_training(trained.module, self.options.kernels, recorded=recorded_or_measured())
         settings = self.settings | settings_of_loops(trained.module.graph)
         with own_artifacts(cache_tag(self.options, self.rates), self.lasts):
-            compiled = compile_graph(trained.module, self.inputs, config_patches=settings)
+            compiled = saved_with_kernels(compile_graph(trained.module, self.inputs, config_patches=settings))
         call = Verified(compiled, trained.checks) if trained.checks else compiled
         return Compiled(call, Report(outcomes, note, seconds, kernels))
 

@@ -107,11 +107,12 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 def _with_kinds(text: dict[str, Any], file: Path) -> dict[str, Any]:
     """The fields, with `layer_types` if layers with linear attention are only told apart as in Kimi's checkpoints:
     `full_attn_layers` in `linear_attn_config` numbers the others from 1."""
-    linear, total = text.get("linear_attn_config"), text.get("num_hidden_layers")
+    linear = text.get("linear_attn_config")
     full = linear.get("full_attn_layers") if isinstance(linear, dict) else None
-    if full is None or text.get("layer_types") or not is_count(total):
+    if full is None or text.get("layer_types") or not is_count(text.get("num_hidden_layers")):
         return text
-    layers = range(1, int(total) + 1)
+    total = text["num_hidden_layers"]
+    layers = range(1, total + 1)
     if not (isinstance(full, list) and all(is_count(i) and i in layers for i in full)):
         raise ConfigError(f"expected full_attn_layers in {file} to be a list of layers, 1 to {total}, found {full!r}")
     return text | {"layer_types": [f"{'full' if i in full else 'linear'}_attention" for i in layers]}

@@ -1,0 +1,40 @@
+"""Compiled functions that users save (`aot_compile`) and load in another process (`load_compiled_function`).
+
+Their code calls our ops, and that process need not know of us: what torch pickles of them imports this module first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
+from mla_compile.kernels import compiled as cpp_kernels
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What torch made of a compiled function to pickle it, and the dtypes whose C++ kernels its code calls."""
+
+    artifact: Any
+    dtypes: tuple[torch.dtype, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return loaded, (self.artifact, self.dtypes)
+
+
+def loaded(artifact: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+    """Return an artifact in a process where its code can run."""
+    cpp_kernels.make_ready(dtypes)
+    return artifact
+
+
+def saved_with_kernels(compiled: Callable[..., Any], dtypes: Iterable[torch.dtype] = ()) -> Callable[..., Any]:
+    """`compiled`, after whose loading our ops are registered, and C++ kernels for these dtypes are ready."""
+    serialize = getattr(compiled, "serialize", None)
+    if serialize is not None:  # torch makes it where a function may be saved
+        compiled.serialize = lambda: Saved(serialize(), tuple(dtypes))  # type: ignore[attr-defined]
+    return compiled
