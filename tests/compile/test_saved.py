@@ -39,6 +39,7 @@ torch.save([o.detach(), *grads], result)
 """
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 saves nothing but its own backends'")
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["inference", "trained"])
 def test_it_runs_in_another_process(trained: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
