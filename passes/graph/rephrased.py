@@ -1,6 +1,6 @@
 """Rephrase what is not written as MLA, but is equal to it: put other code in its place, if that is proved to be MLA.
 
-`sums_of_weights` and `seams` say what is rephrased, and how.
+`sums_of_weights`, `seams` and `looked_up` say what is rephrased, and how.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .input_sizes import take_sizes_from_inputs
+from .looked_up import looked_up_in, may_be_lookup
 from .seams import may_be_seam, seams_in
 from .sums_of_weights import distributed_in, may_be_sum
 
@@ -47,7 +48,7 @@ class Rephrasing(Protocol):
 
 def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     """Rephrase what becomes MLA by that, for which `choose` finds paths."""
-    if not any(may_be_sum(node) or may_be_seam(node) for node in module.graph.nodes):
+    if not any(may_be_sum(node) or may_be_seam(node) or may_be_lookup(node) for node in module.graph.nodes):
         return
     found = list(_rephrasings(module.graph))
     if not found:
@@ -56,11 +57,15 @@ def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     copied.output(copied.graph_copy(module.graph, {}))
     tried = fx.GraphModule(module, copied).graph
     trials = [(each, _put(tried, each)) for each in list(_rephrasings(tried))]
+    kept = _merge(tried, {node for _, added in trials for node in added})
+    trials = [(trial, {kept.get(node, node) for node in added}) for trial, added in trials]
     trace = Trace(tried)
     sites = list(_sites(tried, trace, choose))
+    put = set[fx.Node]()
     for each, (trial, added) in zip(found, trials, strict=True):
         if trial.holds(added, sites):
-            _put(module.graph, each)
+            put |= _put(module.graph, each)
+    _merge(module.graph, put)
     module.recompile()
 
 
@@ -68,6 +73,7 @@ def _rephrasings(graph: fx.Graph) -> Iterator[Rephrasing]:
     trace = Trace(graph)
     yield from distributed_in(graph, trace)
     yield from seams_in(graph, trace)
+    yield from looked_up_in(graph, trace)
 
 
 def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
@@ -85,6 +91,29 @@ def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
             unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
             graph.erase_node(node)
     return {node for node in graph.nodes if node not in before}
+
+
+def _merge(graph: fx.Graph, added: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Keep the first of those `added` nodes that compute the same, such as keys and values of one latent that is looked
+    up; returns the node that is kept for each that is not. Their arguments may be nodes that compute the same too."""
+    first, like, kept = dict[Any, fx.Node](), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure() or _is_drawn(node):
+            continue
+        given = fx.map_arg((node.args, node.kwargs), lambda before: like.get(before, before))
+        in_added = node in added
+        same = first.setdefault((node.target, in_added, given[0], tuple(given[1].items())), node)
+        like[node] = like.get(same, same)
+        if in_added and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            kept[node] = same
+    return kept
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether a node holds random numbers, others each time."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:

@@ -23,54 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..algebra.operations import alike
-from ..algebra.sizes import Size, Unaligned, known_at_most, product, same
+from ..algebra.sizes import Unaligned, known_at_most, same
 from ..algebra.substitution import change_read
-from ..algebra.terms import Axis, Dim, Join, Read, Segment, Sum
-from ..code.reading import Reader, nodes_of, sources_of, write_as
-from ..mla.products import same_tensor, up_projection
-from ..mla.readable import is_held, unbroadcast
+from ..algebra.terms import Dim, Join, Read
+from ..code.reading import Reader, nodes_of, sources_of
+from ..mla.products import same_tensor
 from ..mla.site import OwnLatent, Site
 from ..nodes.arguments import RESHAPES, argument, arguments, aten, is_tensor
 from ..nodes.shapes import shape_of
 from ..trace.trace import Trace
+from .columns import Piece, repeated, up_projected
 
 _STEPS = 4
 """How far back from a view its join may lie: copies and views in between."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Columns `along`: `scale * sum over rank of latent * weight + biases`. Without a weight, they are the latent
-    itself, over `same`, and repeated along all other axes."""
-
-    along: Dim
-    latent: Read
-    rank: Dim
-    weight: Read | None = None
-    same: Dim = ()
-    scale: float = 1.0
-    biases: tuple[Read, ...] = ()
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        return self.latent, *((self.weight,) if self.weight is not None else ()), *self.biases
-
-    @property
-    def width(self) -> Size:
-        return product(axis.size for axis in self.rank)
-
-    def matrix(self, read: Reader, latent: Tensor) -> Tensor:
-        """`[rank, columns]`: what a `latent [..., rank]` is multiplied by."""
-        if self.weight is not None:
-            return read(self.weight, self.rank, self.along) * self.scale
-        identity = torch.eye(latent.shape[-1], dtype=latent.dtype, device=latent.device)
-        return write_as(identity, (self.rank, self.same), (self.rank, self.along), read.realize)
-
-    def bias(self, read: Reader, like: Tensor) -> Tensor:
-        """`[columns]`: what is added to the product; no tensor that is known to be zeros, which as a piece of a sum
-        would take the product apart at the seam."""
-        nothing = like.new_zeros([read.realize(product(axis.size for axis in self.along))]) + 0.0
-        return sum((read(bias, self.along) for bias in self.biases), nothing)
 
 
 @dataclass(frozen=True)
@@ -79,7 +44,7 @@ class Seam:
 
     place: fx.Node
     dims: tuple[Dim, ...]
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
     sources: tuple[fx.Node, ...]
 
     def __call__(self, *values: Tensor | int) -> Tensor:
@@ -119,12 +84,12 @@ def _joined(tensors: dict[int, Tensor], dim: int) -> Tensor:
     return each[0] if len(each) == 1 else torch.cat(each, dim)
 
 
-def _first_of_same_latent(pieces: Sequence[_Piece]) -> list[int]:
+def _first_of_same_latent(pieces: Sequence[Piece]) -> list[int]:
     """For each piece, the index of the first that has the same latent."""
     return [next(i for i, other in enumerate(pieces) if _share_latent(other, piece)) for piece in pieces]
 
 
-def _share_latent(a: _Piece, b: _Piece) -> bool:
+def _share_latent(a: Piece, b: Piece) -> bool:
     if not alike(a.rank, b.rank):
         return False
     return same_tensor(a.latent, change_read(b.latent, dict(zip(b.rank, a.rank, strict=True))))
@@ -158,10 +123,9 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
         if not all(same(*sizes) for sizes in zip(form.shape[:-1], shape_of(node), strict=False)):
             continue
         tokens = {axis for dim in form.dims[:-1] for axis in dim}
-        up_projected = [_up_projected(segment, tokens) for segment in join.segments]
-        repeated = [_repeated(segment) for segment in join.segments]
-        known = _narrowest(up_projected, repeated)
-        if known is None or not any(up_projected):
+        projected = [up_projected(segment, tokens) for segment in join.segments]
+        known = _narrowest(projected, [repeated(segment) for segment in join.segments])
+        if known is None or not any(projected):
             continue
         reads = [read for piece in known for read in piece.reads]
         with contextlib.suppress(Unaligned):
@@ -169,12 +133,12 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
             yield Seam(node, form.dims, known, tuple(sources))
 
 
-def _narrowest(up_projected: Sequence[_Piece | None], repeated: Sequence[_Piece | None]) -> tuple[_Piece, ...] | None:
+def _narrowest(projected: Sequence[Piece | None], repeating: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
     """The pieces, each as an up-projection or as a tensor that repeats, so that all latents together have few columns;
     None if one is neither."""
-    either = list(zip(up_projected, repeated, strict=True))
+    either = list(zip(projected, repeating, strict=True))
     joined_anyway = [up for up, repeats in either if up is not None and repeats is None]
-    pieces = list[_Piece]()
+    pieces = list[Piece]()
     for up, repeats in either:
         if up is None or repeats is None:
             piece = up or repeats
@@ -185,27 +149,3 @@ def _narrowest(up_projected: Sequence[_Piece | None], repeated: Sequence[_Piece 
             return None
         pieces.append(piece)
     return tuple(pieces)
-
-
-def _up_projected(segment: Segment, tokens: set[Axis]) -> _Piece | None:
-    """A segment of joined columns as an up-projection; None if it is none."""
-    term, own = segment.term, {*segment.axes}
-    terms = term.parts.terms if isinstance(term.parts, Sum) else (term,)
-    products = [up for addend in terms if (up := up_projection(addend, tokens)) is not None]
-    biases = tuple(addend.read for addend in terms if addend.axes.isdisjoint(tokens))
-    if len(products) != 1 or len(biases) != len(terms) - 1:
-        return None
-    (up,) = products
-    if not up.latent.axes.isdisjoint(own) or not up.weight.axes <= own | {*up.rank}:
-        return None
-    piece = _Piece(segment.axes, up.latent.read, up.rank, up.weight, (), up.scale, biases)
-    return piece if all(map(is_held, piece.reads)) else None
-
-
-def _repeated(segment: Segment) -> _Piece | None:
-    """A segment of joined columns as a tensor that repeats; None if it is none."""
-    read = unbroadcast(segment.term).read
-    ranks = {axis: Axis(axis.size) for axis in segment.axes if axis in read.axes}
-    if not 0 < len(ranks) < len(segment.axes) or not is_held(read):
-        return None
-    return _Piece(segment.axes, change_read(read, ranks), tuple(ranks.values()), None, tuple(ranks))
