@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,6 +56,8 @@ class Captured:
 
     writes: dict[fx.Node, list[fx.Node]]
     """For nodes of the Dynamo graph that write to memory, the operands to whose memory they write."""
+    effects: frozenset[fx.Node]
+    """The nodes of the Dynamo graph that do more than compute: they print, or raise if a matrix is singular."""
     places: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """The origins before `share_origins`: of two calls of one layer, each has its own."""
 
@@ -98,23 +101,28 @@ def capture(module: fx.GraphModule) -> Captured:
     names: list[str] = []
     autocast: dict[fx.Node, tuple[str, ...]] = {}
     writes: dict[fx.Node, list[fx.Node]] = {}
+    effects: set[fx.Node] = set()
     written: list[bool] = []
 
-    def run(*leaves: Any) -> list[Any]:
+    def run(tokens: dict[Any, Tensor], *leaves: Any) -> list[Any]:
         supply = iter(leaves)
-        interpreter = _Interpreter(sealed, {name: [next(supply) for _ in own] for name, own in given.items()}, ends)
+        values = {name: [next(supply) for _ in own] for name, own in given.items()}
+        interpreter = _Interpreter(sealed, values, ends, tokens)
         interpreter.run(enable_io_processing=False)
         autocast.update({nodes[name]: types for name, types in interpreter.autocast.items()})
         writes.update({nodes[name]: [nodes[own] for own in into] for name, into in interpreter.writes.items()})
+        effects.update(nodes[name] for name in interpreter.effects)
         named = [*interpreter.values.items(), *interpreter.detached]
         tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
         names[:] = [name for name, _ in tensors]
         return [value for _, value in tensors] + interpreter.without_gradients()
 
     def functional(*leaves: Any) -> list[Any]:
-        with FunctionalTensorMode():
+        with FunctionalTensorMode() as functions:
+            # Ops with effects take a token and give the next one, which keeps their order, as in AOTAutograd's graphs.
+            functions._tokens.update({effect: torch.empty(0) for effect in EffectType})
             wrapped = [to_fun(leaf) for leaf in leaves]
-            results = [from_fun(value) for value in run(*wrapped)]
+            results = [from_fun(value) for value in run(functions._tokens, *wrapped)]
         written[:] = [isinstance(leaf, Tensor) and has_data_mutation(leaf) for leaf in wrapped]
         return results
 
@@ -137,7 +145,7 @@ def capture(module: fx.GraphModule) -> Captured:
         traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
     )
     _return(traced, module.graph, origins)
-    return Captured(module.graph, traced, origins, tuple(given), autocast, writes)
+    return Captured(module.graph, traced, origins, tuple(given), autocast, writes, frozenset(effects))
 
 
 def _end_gradients(traced: fx.GraphModule, count: int) -> None:
@@ -271,15 +279,19 @@ class _Interpreter(fx.Interpreter):
     end, tensors are detached once more, so that the ATen graph shows it.
     """
 
-    def __init__(self, module: fx.GraphModule, given: dict[str, list[Any]], ends: Ends) -> None:
+    def __init__(
+        self, module: fx.GraphModule, given: dict[str, list[Any]], ends: Ends, tokens: dict[Any, Tensor]
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.given, self.ends = given, ends
+        self.given, self.ends, self.tokens = given, ends, tokens
         self.detached: list[tuple[str, Any]] = []
         """What readers with gradients are given in place of values computed without, by the names of those."""
         self.values: dict[str, Any] = {}
         self.autocast: dict[str, tuple[str, ...]] = {}
         self.writes: dict[str, list[str]] = {}
         """For nodes that write to memory, the operands to whose memory they write."""
+        self.effects: list[str] = []
+        """Nodes with effects: each takes the token of its kind of effect, and leaves another."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.autocast[n.name] = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
@@ -290,7 +302,10 @@ class _Interpreter(fx.Interpreter):
         else:
             self._detach_operands(n)
             before = {operand.name: self._count_writes(operand) for operand in n.all_input_nodes}
+            tokens = dict(self.tokens)
             value = super().run_node(n)
+            if any(token is not tokens[effect] for effect, token in self.tokens.items()):
+                self.effects.append(n.name)
             if n.name in self.ends.here and n.target != "detach":
                 value = _detached(value)
             written = [own.name for own in n.all_input_nodes if self._count_writes(own) != before[own.name]]

@@ -87,8 +87,7 @@ def recompute_keys_and_values(captured: Captured, output: fx.Node) -> None:
             whole.meta = dict(values.meta)
             place.replace_input_with(values, whole)
             made.append(whole)
-        for node in made:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        _recompute(captured, made)
 
 
 def _made(latents: list[fx.Node], products: list[fx.Node], output: fx.Node, writes: Writes) -> list[fx.Node]:
@@ -119,7 +118,14 @@ def recompute_queries(captured: Captured, output: fx.Node, code: Collection[fx.N
             output, f"expected queries that are the same when they are recomputed, found randomness in {where(seeded)}"
         )
     for attention in code:
-        for node in _between(starts, attention) if attention.target in _ATTENTIONS else ():
+        if attention.target in _ATTENTIONS:
+            _recompute(captured, _between(starts, attention))
+
+
+def _recompute(captured: Captured, nodes: Iterable[fx.Node]) -> None:
+    """Mark Dynamo nodes, but not those with effects, which happen once: what these return is kept."""
+    for node in nodes:
+        if node not in captured.effects:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops.effects import with_effects
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
@@ -110,6 +111,9 @@ class _Part:
                 calls = [node]
             if not all(map(_is_function, calls)):
                 raise Refusal(self.end, f"expected code of functions of tensors, found {where(node)}")
+        if self.place in self.captured.effects:
+            reason = f"expected an attention by an operation without effects of its own, found {where(self.place)}"
+            raise Refusal(self.end, reason)
         late = [node for node in self.sources.values() if not self._is_complete(node)]
         if late:
             raise Refusal(
@@ -179,8 +183,8 @@ class _Part:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a node always computes the same, writes to nothing, and has a derivative."""
-    if node.target is torch.ops.aten.copy.default:
+    """Whether a node always computes the same, writes to nothing, has no other effects, and has a derivative."""
+    if node.target in (torch.ops.aten.copy.default, with_effects):
         return False
     return is_repeatable(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.op == "call_function"
 
