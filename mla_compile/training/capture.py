@@ -23,12 +23,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.dynamo.control_flow import is_operator
 from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.dynamo.seal import seal
 from mla_compile.passes.nodes.arguments import aten
 from mla_compile.passes.nodes.common_subexpressions import CommonSubexpressions
 from mla_compile.passes.nodes.constants import constant_of
-from mla_compile.passes.nodes.gradients import end_gradients, ends_gradients
+from mla_compile.passes.nodes.gradients import end_gradients, ends_gradients, give_own_gradients
 
 from .gradients import Ends, ends_of_gradients
 
@@ -141,9 +142,11 @@ def capture(module: fx.GraphModule) -> Captured:
     _write_numbers_out(traced)
     _make_copies_differentiable(traced)
     _refuse_shared_memory(examples, written)
-    origins = _origins(
-        traced, [nodes[name] for name in names], [nodes[name] for name, own in given.items() for _ in own]
-    )
+    inputs = [nodes[name] for name, own in given.items() for _ in own]
+    for placeholder, node in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if is_operator(node, ("autograd_function_apply",)):
+            give_own_gradients(placeholder, node)
+    origins = _origins(traced, [nodes[name] for name in names], inputs)
     _return(traced, module.graph, origins)
     return Captured(module.graph, traced, origins, tuple(given), autocast, writes, frozenset(effects))
 

@@ -16,6 +16,7 @@ from ..algebra.sizes import Size, Unaligned, product
 from ..algebra.terms import Digit, Dim, Form, Product, Read, Term
 from ..code.reading import nodes_of
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.gradients import own_gradients
 from ..nodes.refusal import Refusal, from_another_graph
 from ..nodes.source import where
 from ..trace.parts import SPLITS, UNBINDS
@@ -228,6 +229,8 @@ def _products_alone(weights: Weights, keys: KeyRange, node: fx.Node, trace: Trac
         return products
     reason = "expected scores that are a sum of products, found "
     if given := inputs_within(weights.scores, trace):
+        if (by_function := own_gradients(node, given[0])) is not None:
+            raise by_function
         remedy = from_another_graph("the product of queries and keys")
         raise Refusal(node, reason + " and ".join(map(where, given)), remedy, stopped=given[0])
     because = trace.because(trace[weights.scores].term)

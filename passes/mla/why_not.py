@@ -13,6 +13,7 @@ from ..attention.attention import Attention
 from ..attention.pieces import WRITES
 from ..nodes.arguments import RESHAPES, arguments, is_elementwise, is_tensor, takes_tensors
 from ..nodes.constants import constant_of
+from ..nodes.gradients import own_gradients
 from ..nodes.refusal import Refusal, from_another_graph
 from ..nodes.source import where
 from ..trace.trace import Trace
@@ -67,6 +68,8 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
     node = attention.node
     if latent is None:
         stop = _stop(attention.value, trace)
+        if (by_function := own_gradients(node, stop)) is not None:
+            return by_function
         remedy = _ADDENDS if isinstance(attention.value.parts, Sum) else _between(stop, trace)
         if isinstance(attention.value.parts, Join) and all(map(_is_product, attention.value.parts.segments)):
             remedy = _PIECES
@@ -80,6 +83,10 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
         if stop is not None and stop.op == "placeholder":
             remedy = from_another_graph("the up-projection")
         return Refusal(node, reason, remedy, stop)
+    heads = {*attention.rows} - latent.axes
+    for term in keys:
+        if term.axes & heads and (by_function := own_gradients(node, _stop(term, trace))) is not None:
+            return by_function
     over = set(attention.keys)
     for term in keys:
         sides = (term.parts.left, term.parts.right) if isinstance(term.parts, Product) else ()
