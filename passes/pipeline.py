@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from mla_compile.cost import Device
 
 from .algebra.sizes import Unaligned
-from .algebra.terms import Joined, Read, Scaled
+from .algebra.terms import Joined, Product, Read, Scaled, Sum, Term
 from .attention.attention import Attention
 from .attention.find import find
 from .attention.pieces import PRODUCTS
@@ -205,10 +205,31 @@ def _mixes_inputs(found: Attention | None) -> bool:
     the weights of experts, looks like this."""
     if found is None or found.node.target not in PRODUCTS:
         return False
-    operands = found.value, *(score.key for score in found.scores)
+    operands = *_mixed(found.value, found), *(score.key for score in found.scores)
     sources = [operand.read.source for operand in operands]
     given = all(isinstance(source, fx.Node) and source.op in ("placeholder", "get_attr") for source in sources)
     return given and not any(operand.axes & {*found.rows} for operand in operands)
+
+
+def _mixed(value: Term, found: Attention) -> Iterator[Term]:
+    """What an attention mixes: its values, or the matrices by which each row is multiplied to get them,
+    `sum_e p[r, e] (sum_l c[r, l] E[e, l, d]) = sum_l c[r, l] (sum_e p[r, e] E[e, l, d])`.
+
+    In an up-projection of tokens it is the other factor, the latent, that has the keys, and it has no columns.
+    """
+    match value.parts:
+        case Sum(terms):
+            for term in terms:
+                yield from _mixed(term, found)
+        case Product(left, right) if found.columns:
+            matrices = [
+                factor
+                for factor, row in ((left, right), (right, left))
+                if {*found.columns} <= factor.axes and not row.axes & {*found.keys, *found.columns}
+            ]
+            yield from matrices or [value]
+        case _:
+            yield value
 
 
 def _unscaled(latent: Read) -> Iterator[Hashable]:

@@ -48,6 +48,72 @@ def test_a_mixture_of_weights_is_no_attention():
     assert result.outcome.rewritten
 
 
+def at_once(gates: Tensor, latent: Tensor, experts: Tensor) -> Tensor:
+    return torch.einsum("bte,btl,eld->btd", gates, latent, experts)
+
+
+def one_by_one(gates: Tensor, latent: Tensor, experts: Tensor) -> Tensor:
+    return torch.einsum("bte,bted->btd", gates, torch.einsum("btl,eld->bted", latent, experts))
+
+
+def of_one_weight(gates: Tensor, latent: Tensor, experts: Tensor) -> Tensor:
+    """As a linear layer has it, `[E D, L]`."""
+    return (gates[:, :, None] @ (latent @ experts.mT.flatten(0, 1).mT).unflatten(-1, experts.shape[::2])).squeeze(2)
+
+
+def with_biases(gates: Tensor, latent: Tensor, experts: Tensor) -> Tensor:
+    up_projected = torch.einsum("btl,eld->bted", latent, experts) + experts[:, 0]
+    return torch.einsum("bte,bted->btd", gates, up_projected)
+
+
+EXPERTS = torch.randn(4, 6, 64)
+
+
+@pytest.mark.parametrize("mixed", [at_once, one_by_one, of_one_weight, with_biases])
+@pytest.mark.parametrize("router", ["latent", "token"])
+def test_a_mixture_of_up_projections_is_no_attention(mixed, router):
+    """Each token's own share of each expert, and all products of tokens with experts, which differ for every token."""
+
+    def soft(q: Tensor, latent: Tensor, experts: Tensor, router: Tensor, x: Tensor) -> Tensor:
+        gates = softmax((latent if router.shape[1] == latent.shape[2] else x) @ router.mT, dim=-1)
+        k, v = mixed(gates, latent, experts).unflatten(-1, (4, 16)).transpose(1, 2).split([8, 8], dim=-1)
+        return attend(q @ k.mT, v)
+
+    x = torch.randn(1, 9, 10)
+    weight = torch.randn(4, 6 if router == "latent" else 10)
+    results = Pipeline(DEVICE)(capture(soft, Q, LATENT, EXPERTS, weight, x))
+    assert len(results) == 1
+    assert [axis.size for axis in results[0].found.keys] == [9]
+
+
+def of_each_head(q: Tensor, latent: Tensor, experts: Tensor, router: Tensor) -> Tensor:
+    gates = softmax(torch.einsum("btl,nel->btne", latent, router.unflatten(0, (3, 4))), dim=-1)
+    return torch.einsum("btne,btl,elnd->btnd", gates, latent, experts[..., :48].unflatten(-1, (3, 16)))
+
+
+def of_each_sequence(q: Tensor, latent: Tensor, experts: Tensor, router: Tensor) -> Tensor:
+    """What has an element for each sequence may be its tokens."""
+    tokens = router.unflatten(0, (2, 6))
+    gates = softmax(tokens @ latent[0, :2].mT, dim=-1)
+    return torch.einsum("bte,btl,beld->btd", gates, tokens, experts.unflatten(0, (2, 2)))
+
+
+def activated(q: Tensor, latent: Tensor, experts: Tensor, router: Tensor) -> Tensor:
+    gates = softmax(latent @ router[:4].mT, dim=-1)
+    return torch.einsum("bte,bted->btd", gates, torch.einsum("btl,eld->bted", latent, experts).relu())
+
+
+def to_a_given_latent(q: Tensor, latent: Tensor, experts: Tensor, router: Tensor) -> Tensor:
+    """One head and sequence: what is given for each of its tokens has no columns."""
+    return attend(q[0, 0, :, :6] @ router[:9].mT, latent[0] @ experts[0])
+
+
+@pytest.mark.parametrize("function", [of_each_head, of_each_sequence, activated, to_a_given_latent])
+def test_what_may_be_attention_counts(function):
+    (result,) = Pipeline(DEVICE, training=True)(capture(function, Q, LATENT, EXPERTS, torch.randn(12, 6)))
+    assert not result.outcome.rewritten
+
+
 @pytest.mark.parametrize(("function", "step"), CASES.values(), ids=CASES)
 def test_a_result_says_which_step_refused(function, step):
     (result,) = Pipeline(DEVICE)(capture(function, Q, LATENT, WEIGHT))
