@@ -10,15 +10,15 @@ Pure Python, like `joins`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .made import joined
-from .operations import alike, read_of
-from .sizes import Size, product, quotient, same, total
+from .operations import alike, piece_of, read_of
+from .sizes import Size, Unaligned, known_at_most, product, quotient, same, total
 from .substitution import change_term
-from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Sum, Term, Undefined, Unread, Zero
+from .terms import Axis, Digit, Dim, Form, Join, Product, Read, Segment, Sum, Term, Undefined, Unread, Zero
 
 
 def as_one(
@@ -28,8 +28,9 @@ def as_one(
 
     Their other dimensions have the same axes. A product of which each piece is only a part is no tensor of the graph:
     it is `Unread`. With `joins`, tensors that are not adjacent are joined if they are factors of products whose other
-    factor is the same, or stand beside products in a join. With `loosely`, these may be parts of one tensor, be addends
-    too, and repeat along an axis along which the other differs.
+    factor is the same, or stand beside products in a join: there they may be products too, that are not one or that no
+    tensor would hold as one. With `loosely`, all these may be parts of one tensor, be addends too, and repeat along an
+    axis along which the other differs.
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
@@ -92,6 +93,14 @@ class _Seam:
         along = tuple(() if axis is None else (axis,) for axis in (self.first, self.second))
         both = joined(a.read, b.read, (along[0], along[1]), self.axis)
         return None if both is None else Term(both)
+
+    def _held(self, both: Term | None, a: Term, b: Term) -> Term | None:
+        """`both`, the element of two pieces as one, read from the two tensors joined if no tensor holds it; that read
+        alone, if `both` is not known."""
+        if both is not None and not isinstance(both.read.source, Unread):
+            return both
+        laid = self._laid(a, b)
+        return both if laid is None else laid if both is None else replace(both, read=laid.read)
 
     def read(self, a: Read, b: Read) -> Read | None:
         """The read of both pieces as one; None if they are not adjacent in one source."""
@@ -190,18 +199,60 @@ class _Seam:
         return None
 
     def _join(self, a: Join, b: Join) -> Join | None:
-        if len(a.segments) != len(b.segments) or not same(a.axis.size, b.axis.size):
+        pairs = _cut_alike(a.segments, b.segments)
+        if pairs is None or not same(a.axis.size, b.axis.size):
             return None
+        beside_products = any(_has_product(segment.term) for segment in a.segments)
         pieces = []
-        for segment, more in zip(a.segments, b.segments, strict=True):
-            if not alike(segment.axes, more.axes):
-                return None
+        for segment, more in pairs:
             other = change_term(more.term, dict(zip(more.axes, segment.axes, strict=True)))
-            term = self.term(segment.term, other, is_piece=any(isinstance(s.term.parts, Product) for s in a.segments))
+            term = self.term(segment.term, other, is_piece=beside_products)
+            if beside_products and self.joins:
+                term = self._held(term, segment.term, other)
             if term is None:
                 return None
             pieces.append(replace(segment, term=term))
+        if beside_products and not any(_has_product(piece.term) for piece in pieces):
+            return None  # apart, the pieces say what they are products of
         return Join(a.axis, tuple(pieces))
+
+
+def _cut_alike(first: Sequence[Segment], second: Sequence[Segment]) -> list[tuple[Segment, Segment]] | None:
+    """The segments of two joins in pairs, plain tensors cut where the other join has a seam: a rope that was joined of
+    halves stands beside one that was not. None if more than plain tensors would have to be cut."""
+    pairs = list[tuple[Segment, Segment]]()
+    left, right = [*first], [*second]
+    while left and right:
+        a, b = left.pop(0), right.pop(0)
+        if not alike(a.axes, b.axes):
+            if (parts := _cut(a, b)) is not None:
+                a, *left[:0] = parts
+            elif (parts := _cut(b, a)) is not None:
+                b, *right[:0] = parts
+            else:
+                return None
+        pairs.append((a, b))
+    return None if left or right else pairs
+
+
+def _cut(segment: Segment, other: Segment) -> list[Segment] | None:
+    """A plain tensor as a segment with the axes of `other`, and one of what is left of it, if anything is; None if it
+    is no plain tensor over one axis, may be smaller than `other`, or does not divide like it."""
+    if segment.term.parts is not None or len(segment.axes) != 1 or not known_at_most(other.size, segment.size):
+        return None
+    (axis,), rest = segment.axes, total([segment.size, -1 * other.size])
+    cuts: list[tuple[Size, Dim]] = [(0, other.axes)]
+    if not same(rest, 0):
+        cuts.append((other.size, () if same(rest, 1) else (Axis(rest),)))
+    try:
+        return [Segment(axes, piece_of(segment.term, axis, start, axes)) for start, axes in cuts]
+    except Unaligned:
+        return None
+
+
+def _has_product(term: Term) -> bool:
+    terms = term.parts.terms if isinstance(term.parts, Sum) else (term,)
+    return any(isinstance(addend.parts, Product) for addend in terms)
 
 
 def _same_digit(a: Digit, b: Digit) -> bool:
