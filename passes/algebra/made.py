@@ -12,7 +12,7 @@ from .laid import bound_axis
 from .operations import read_of
 from .sizes import Size, same
 from .substitution import change_read
-from .terms import Added, Axis, Constant, Contracted, Dim, How, Joined, Read, Scaled
+from .terms import Added, Axis, Constant, Contracted, Dim, How, Joined, Named, Read, Scaled
 
 
 def multiplied(of: Read, by: Read, how: How = How.TIMES) -> Read:
@@ -39,6 +39,13 @@ def constant(like: Read, number: float, axes: Dim) -> Read:
     """A number over these axes, in the dtype of `like`."""
     own = {axis: bound_axis(place, axis.size) for place, axis in enumerate(axes)}
     return _read(Constant(like, number, tuple(own.values())), own)
+
+
+def named(like: Read, table: Read, entry: Axis) -> Read:
+    """1 where `table` names an index of `entry`, else 0, over that axis and the table's, in the dtype of `like`."""
+    own = {axis: bound_axis(place, axis.size) for place, axis in enumerate((entry, *_own((table,))))}
+    first = tuple(tuple(replace(digit, axis=None) for digit in digits) for digits in like.dims)
+    return _read(Named(replace(like, dims=first), change_read(table, own), tuple(own.values())), own)
 
 
 def padded(read: Read, own: Dim, between: tuple[Size, Size], number: float, axis: Axis) -> Read:

@@ -241,6 +241,17 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A source that is not a tensor of the graph: 1 where the element of `table`, over all of `axes` but the first, is
+    the index on the first of `axes`, else 0, in the dtype of `like`, whose elements are not read. A negative number in
+    the table counts from the end."""
+
+    like: Read
+    table: Read
+    axes: Dim
+
+
+@dataclass(frozen=True)
 class Laid:
     """A source that is not a tensor of the graph: `of` with its axes `parts` flattened into the first dimension;
     then a dimension for each of `others`."""
@@ -259,6 +270,8 @@ def made_of(source: Hashable) -> tuple[Read, ...]:
             return pieces
         case Contracted(left, right):
             return left, right
+        case Named(like, table):
+            return like, table
         case Laid(of) | Constant(of):
             return (of,)
     return ()

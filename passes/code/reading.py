@@ -29,6 +29,7 @@ from ..algebra.terms import (
     How,
     Joined,
     Laid,
+    Named,
     Read,
     Scaled,
     Stacked,
@@ -143,6 +144,8 @@ class Reader:
         if isinstance(source, Constant):
             sizes = [self.realize(axis.size) for axis in source.axes]
             return self._source(source.like).new_full(sizes, source.number)
+        if isinstance(source, Named):
+            return self._named(source)
         if isinstance(source, Laid):
             return self(source.of, source.parts, *((axis,) for axis in source.others))
         assert isinstance(source, Scaled | Stacked | Joined | Added)
@@ -155,6 +158,13 @@ class Reader:
             pieces = zip(source.pieces, source.along, strict=True)
             return torch.cat([self(piece, along, *dims) for piece, along in pieces])
         return sum_of([self(piece, *dims, broadcast=False) for piece in source.pieces])
+
+    def _named(self, source: Named) -> Tensor:
+        entry, *others = source.axes
+        count: Any = self.realize(entry.size)
+        table = self(source.table, *((axis,) for axis in others))
+        indices = torch.arange(count, device=table.device).view(-1, *[1] * len(others))
+        return (indices == torch.where(table < 0, table + count, table)).to(self(source.like).dtype)
 
     def _contracted(self, source: Contracted) -> Tensor:
         """A product of matrices, one for each index of the axes that both have."""

@@ -29,6 +29,7 @@ from .gated import ungated
 from .groups import flat, groups_of, in_groups, with_latents
 from .joined_factors import with_joined_factors
 from .keys import told_apart
+from .named_columns import with_named_columns
 from .one_latent import in_one_latent
 from .own_ropes import SHARE, as_biases, own_of
 from .readable import is_held, unbroadcast
@@ -117,6 +118,12 @@ def _with_gated_latent(attention: Attention, trace: Trace) -> Site | None:
     return None if multiplied is None else prove(multiplied, trace)
 
 
+def _with_named_columns(attention: Attention, trace: Trace) -> Site | None:
+    """Queries are put where an index takes columns of the keys from: first, as nothing is known of keys after that."""
+    named = with_named_columns(attention, trace)
+    return None if named is None else prove(named, trace)
+
+
 def _with_latents_in_one(attention: Attention, trace: Trace) -> Site | None:
     """Several latents side by side are one of all heads: before groups, each of which is an attention of its own."""
     one = in_one_latent(attention)
@@ -141,6 +148,7 @@ def _in_groups_of_one_tensor(attention: Attention, trace: Trace) -> Site | None:
 
 
 _OTHER_READINGS = (
+    _with_named_columns,
     _with_joined_factors,
     _with_gated_latent,
     _with_latents_in_one,

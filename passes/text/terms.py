@@ -23,6 +23,7 @@ from ..algebra.terms import (
     Join,
     Joined,
     Laid,
+    Named,
     Product,
     Read,
     Scaled,
@@ -58,6 +59,9 @@ def read_text(read: Read, names: Names) -> str:
         case Stacked(pieces, axes):
             inner = _own(axes)
             name = f"[{', '.join(read_text(piece, inner) for piece in pieces)}]"
+        case Named(_, table, axes):
+            inner = _own(axes)
+            name = f"({read_text(table, inner)} == {inner(axes[0])})"
         case Constant(_, number):
             name = f"{number:g}"
         case Unread(node):
