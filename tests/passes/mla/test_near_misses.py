@@ -87,11 +87,12 @@ def tokens_make_the_weight(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tenso
     return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
 
 
-def keys_of_each_query(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-    """SDPA with queries in the batch: each query has keys of its own."""
+def keys_of_each_head(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """SDPA with queries in the batch: each head of a query has the keys of tokens of its own."""
     q, k, v = mla.naive(x, latent, k_rope, w_q, w_kv)
-    order = torch.stack([torch.arange(T).roll(i) for i in range(SQ)])
-    k, v = (t[:, :, order] for t in (k, v))
+    order = torch.stack([torch.stack([torch.arange(T).roll(i * n) for i in range(SQ)]) for n in range(N)])
+    of_queries = (t[:, :, None].expand(-1, -1, SQ, -1, -1) for t in (k, v))
+    k, v = (t.gather(3, order[..., None].expand(*t.shape)) for t in of_queries)
     return mla.sealed(q[..., None, :], k, v)[..., 0, :]
 
 
@@ -149,7 +150,7 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "columns that nobody wrote": (unwritten_columns, "all of whose columns are written"),
     "softmax over the queries": (softmax_over_queries, "the keys of the softmax"),
     "a mixture of experts": (experts, "expected values that are an up-projection of a latent, found a product of"),
-    "keys of each query": (keys_of_each_query, "found `index"),
+    "keys of each head": (keys_of_each_head, "found `gather"),
     "batch and heads merged in two orders": (unfactored_batch, "values to keep its axes"),
     "attention sinks": (
         lambda *a: mla.softmax(*mla.naive(*a)[:2], F.pad(mla.naive(*a)[2], (0, 0, 0, 1)), lambda s: F.pad(s, (0, 1))),

@@ -57,7 +57,7 @@ UNSAVED = ["keys and values cached unfolded"]
 OF_KEYS = {
     name: function
     for name, (function, _) in NEAR_MISSES.items()
-    if "keys" in name and name not in [*UNSAVED, "keys of each query", "one key"]
+    if "keys" in name and name not in [*UNSAVED, "keys of each head", "one key"]
 }
 
 
@@ -94,7 +94,7 @@ def test_a_bias_of_keys_and_values_is_added_to_the_keys_that_are_left(
     assert symbolic or not values_left(module)
 
 
-OTHERS = ["a mixture of experts", "keys of each query", "one key", *UNSAVED]
+OTHERS = ["a mixture of experts", "keys of each head", "one key", *UNSAVED]
 OF_VALUES = [*(name for name in NEAR_MISSES if "value" in name and name not in OTHERS), *OTHERS]
 
 
