@@ -18,6 +18,7 @@ from ..code.splicing import emit
 from ..masks.meaning import Meaning, understand
 from ..mla.prove import prove
 from ..mla.site import Site
+from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .input_sizes import take_sizes_from_inputs
@@ -57,15 +58,13 @@ def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     copied.output(copied.graph_copy(module.graph, {}))
     tried = fx.GraphModule(module, copied).graph
     trials = [(each, _put(tried, each)) for each in list(_rephrasings(tried))]
-    kept = _merge(tried, {node for _, added in trials for node in added})
-    trials = [(trial, {kept.get(node, node) for node in added}) for trial, added in trials]
+    common = CommonSubexpressions()  # as of keys and values that are looked up alike, of which sites name one
+    first = {node: common.first(node) for node in tried.nodes}
     trace = Trace(tried)
     sites = list(_sites(tried, trace, choose))
-    put = set[fx.Node]()
     for each, (trial, added) in zip(found, trials, strict=True):
-        if trial.holds(added, sites):
-            put |= _put(module.graph, each)
-    _merge(module.graph, put)
+        if trial.holds({first.get(node, node) for node in added}, sites):
+            _put(module.graph, each)
     module.recompile()
 
 
@@ -91,29 +90,6 @@ def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
             unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
             graph.erase_node(node)
     return {node for node in graph.nodes if node not in before}
-
-
-def _merge(graph: fx.Graph, added: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Keep the first of those `added` nodes that compute the same, such as keys and values of one latent that is looked
-    up; returns the node that is kept for each that is not. Their arguments may be nodes that compute the same too."""
-    first, like, kept = dict[Any, fx.Node](), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or _is_drawn(node):
-            continue
-        given = fx.map_arg((node.args, node.kwargs), lambda before: like.get(before, before))
-        in_added = node in added
-        same = first.setdefault((node.target, in_added, given[0], tuple(given[1].items())), node)
-        like[node] = like.get(same, same)
-        if in_added and same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-            kept[node] = same
-    return kept
-
-
-def _is_drawn(node: fx.Node) -> bool:
-    """Whether a node holds random numbers, others each time."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
