@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ..algebra.sizes import Unaligned, same
-from ..algebra.terms import Axis, Dim, Form, Join, Read, Segment, Sum, Term
+from ..algebra.sizes import Unaligned, product, same
+from ..algebra.terms import Axis, Dim, Form, Join, Read, Segment
 from ..code.reading import Reader, nodes_of, sources_of
-from ..mla.products import up_projection
+from ..mla.products import summands, up_projection
 from ..mla.readable import is_held, unbroadcast
 from ..mla.site import Site
 from ..nodes.arguments import INTEGERS, arguments, aten, is_tensor
@@ -66,8 +66,7 @@ class LookedUp:
     ) -> Tensor:
         """`[*tokens with those looked up, *columns]` of one piece."""
         dims = [self.dims[i] for i in self.columns[:-1]] + [own]
-        sizes = [[read.realize(axis.size) for axis in dim] for dim in dims]
-        merged = [_product(size) for size in sizes]
+        merged = [read.realize(product(axis.size for axis in dim)) for dim in dims]
         if isinstance(piece, Read):
             there = [axis for dim in dims for axis in dim if axis in piece.axes]
             found = self._look_up(read(piece, *tokens, *((axis,) for axis in there)), before, indices)
@@ -75,7 +74,8 @@ class LookedUp:
             missing = [axis not in piece.axes for dim in dims for axis in dim]
             own_sizes = iter(found.shape[len(kept) :])
             shape = [1 if is_missing else next(own_sizes) for is_missing in missing]
-            wide = found.reshape(*kept, *shape).expand(*kept, *(size for each in sizes for size in each))
+            sizes = [read.realize(axis.size) for dim in dims for axis in dim]
+            wide = found.reshape(*kept, *shape).expand(*kept, *sizes)
             return wide.reshape(*kept, *merged)
         latent = read(piece.latent, *tokens, piece.rank)
         found = self._look_up(latent, before, indices)
@@ -115,18 +115,10 @@ class LookedUp:
         return any(node in added for latent in latents for node in nodes_of(latent.read))
 
 
-def _product(sizes: Sequence[int | torch.SymInt]) -> int | torch.SymInt:
-    total: int | torch.SymInt = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def may_be_lookup(node: fx.Node) -> bool:
     """Whether a node looks up rows of what may be a product; the product lies at most a few steps back."""
     if node.target not in _LOOKUPS or not is_tensor(node) or not _indices(node):
         return False
-
     behind = {arguments(node)[0]}
     for _ in range(_STEPS):
         if any(before.target in _PRODUCTS for before in behind):
@@ -190,20 +182,15 @@ def _varied(node: fx.Node, form: Form, trace: Trace) -> frozenset[int] | None:
 def _columns(form: Form, chosen: set[Axis], varied: frozenset[int]) -> tuple[int, ...]:
     """The dimensions of a tensor over which neither its up-projection's latent runs nor, as those `varied`, what is
     looked up; none if there is no such up-projection, or if a dimension is of both kinds."""
-    for segment in _segments(form):
-        for term in _summands(segment.term):
-            up = up_projection(term, chosen)
-            if up is None:
-                continue
-            tokens = {i for i, dim in enumerate(form.dims) if up.latent.axes.issuperset(dim)} | varied
-            columns = [i for i in range(len(form.dims)) if i not in tokens]
-            alone = all(up.latent.axes.isdisjoint(form.dims[i]) for i in columns)
-            return tuple(columns) if alone else ()
+    for term in summands(form.term, chosen):
+        up = up_projection(term, chosen)
+        if up is None:
+            continue
+        tokens = {i for i, dim in enumerate(form.dims) if up.latent.axes.issuperset(dim)} | varied
+        columns = [i for i in range(len(form.dims)) if i not in tokens]
+        alone = all(up.latent.axes.isdisjoint(form.dims[i]) for i in columns)
+        return tuple(columns) if alone else ()
     return ()
-
-
-def _summands(term: Term) -> Sequence[Term]:
-    return term.parts.terms if isinstance(term.parts, Sum) else (term,)
 
 
 def _pieces(form: Form, columns: tuple[int, ...]) -> tuple[tuple[Dim, Piece | Read], ...] | None:
