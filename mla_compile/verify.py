@@ -17,7 +17,10 @@ from .errors import VerifyError
 from .passes.outcome import SITE, Outcome
 
 ROUNDINGS = 16
-"""The factor allowed over one rounding of the output's dtype plus the random walk of float32 sums; see `tolerance`."""
+"""The factor allowed over one rounding of the output's dtype plus the random walk of float32 sums; see `tolerance`.
+
+Each way rounds four times (queries or keys, weights, sums, output), by half a unit at most: four units for both. Four
+times that, because a score is rounded relative to its own size, and the weight is its exponential."""
 
 
 def tolerance(original: Tensor, shapes: dict[str, str]) -> float:

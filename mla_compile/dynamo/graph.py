@@ -46,13 +46,18 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return new
 
 
+def has_regions(module: fx.GraphModule) -> bool:
+    """Whether a graph calls graphs that `torch.compiler.nested_compile_region` made."""
+    return bool(_calls_of_regions(module.graph))
+
+
 def inline_regions(module: fx.GraphModule) -> None:
     """Inline the graphs that `torch.compiler.nested_compile_region` made where they are called, in place.
 
     Their attention then belongs to this graph, and each call of a region may be rewritten differently.
     """
     graph = module.graph
-    while calls := graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+    while calls := _calls_of_regions(graph):
         for call in calls:
             region, _, *operands = call.args
             copies = _inlined(module.get_submodule(region.target), region.target, operands, before=call)
@@ -63,6 +68,10 @@ def inline_regions(module: fx.GraphModule) -> None:
             if not region.users:
                 graph.erase_node(region)
         module.recompile()
+
+
+def _calls_of_regions(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
 
 
 def _inlined(region: Any, name: str, operands: list[Any], before: fx.Node) -> Any:

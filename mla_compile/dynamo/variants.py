@@ -1,7 +1,8 @@
 """Limit the variants of one function: torch compiles eight, and from then on runs other inputs uncompiled.
 
 A function whose attention was rewritten loses more by that than others do. So once one size of a tensor varies, all its
-sizes become dynamic, which makes fewer variants, and the last variant warns.
+sizes become dynamic, which makes fewer variants, and the last variant warns. With compile regions sizes are left to
+torch: where it repeats a region and a size turns out to be fixed, it finds no symbol for it and raises KeyError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from .graph import EXAMPLE
+from .graph import EXAMPLE, has_regions
 
 _MOST_SHOWN = 4
 
@@ -72,7 +73,8 @@ def remember(module: fx.GraphModule) -> None:
     inputs = dict(_inputs(module.graph))
     function.objects.add(id(root.f_locals.get("self")))
     function.variants.append(_variant(inputs))
-    _open_sizes(root, {name for name, node in inputs.items() if _grows(node)})
+    if not has_regions(module):
+        _open_sizes(root, {name for name, node in inputs.items() if _grows(node)})
     count = now.frame_compile_id + 1
     if count == config.recompile_limit:
         warnings.warn(_last_variant(function, count), stacklevel=2)

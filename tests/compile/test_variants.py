@@ -41,6 +41,34 @@ def test_a_tensor_that_grows_is_compiled_for_any_batch_when_it_has_grown():
     assert len(mla_compile.reports()) <= 2 + 1  # of one size, of a longer cache, and of any batch of hidden states
 
 
+class Regions(nn.Module):
+    """Layers whose code torch traces once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    @torch.compiler.nested_compile_region
+    def layer(self, of, x, past):
+        return of(x, past)
+
+    def forward(self, x, pasts):
+        return [self.layer(layer, x, past) for layer, past in zip(self.layers, pasts, strict=True)]
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_caches_grow_in_compile_regions():
+    model = Regions()
+    compiled = torch.compile(model, backend="mla", options={"mla.path": "absorbed"})
+    pasts = [torch.zeros(2, 0, L), torch.zeros(2, 0, L)]
+    for tokens in (6, 1, 1, 3):
+        x = torch.randn(2, tokens, HIDDEN)
+        found, expected = compiled(x, pasts), model(x, pasts)
+        torch.testing.assert_close(found, expected)
+        assert mla_compile.last_report().rewritten == 2
+        pasts = [latent for _, latent in found]
+
+
 @pytest.mark.usefixtures("without_codegen")
 def test_the_last_variant_says_which_function_it_is_what_differed_and_what_to_do():
     layer = torch.compile(Layer(), backend="mla")
