@@ -34,8 +34,9 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     """
     new: Any = fx.GraphModule(module, copy.deepcopy(module.graph))
     new.meta = dict(module.meta)
-    if hasattr(module, "_param_name_to_source"):
-        new._param_name_to_source = module._param_name_to_source
+    for name in ("_param_name_to_source", "_backend_id"):  # the latter under `caching_precompile`
+        if hasattr(module, name):
+            setattr(new, name, getattr(module, name))
     before, after = (graph.find_nodes(op="placeholder") for graph in (module.graph, new.graph))
     for old, input in zip(before, after, strict=True):
         # Dynamo drops this from its own graph at the end: its weak reference would keep a tensor from being swapped.

@@ -1,4 +1,4 @@
-"""A function that `aot_compile` compiled is saved, and runs in a process that knows nothing of this library."""
+"""Compiled functions run in other processes: saved by `aot_compile`, or among torch's cache artifacts."""
 
 from __future__ import annotations
 
@@ -39,6 +39,23 @@ torch.save([o.detach(), *grads], result)
 """
 
 
+PRECOMPILED = """
+import sys, torch, torch._dynamo.package
+from tests.compile.test_saved import attend
+artifacts, inputs, result, stance = sys.argv[1:]
+torch._dynamo.config.caching_precompile = True
+torch._dynamo.package.DynamoCache.clear()  # what earlier runs left on this machine
+if stance != "default":
+    with open(artifacts, "rb") as file:
+        torch.compiler.load_cache_artifacts(file.read())
+with torch.no_grad(), torch.compiler.set_stance(stance):
+    torch.save(torch.compile(attend, backend="mla")(*torch.load(inputs)), result)
+if stance == "default":
+    with open(artifacts, "wb") as file:
+        file.write(torch.compiler.save_cache_artifacts()[0])
+"""
+
+
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 saves nothing but its own backends'")
 @pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["inference", "trained"])
 def test_it_runs_in_another_process(trained: bool, tmp_path: Path) -> None:
@@ -57,6 +74,20 @@ def test_it_runs_in_another_process(trained: bool, tmp_path: Path) -> None:
     exact = results(attend, [tensor.detach().double().requires_grad_(trained) for tensor in inputs])
     for got, near, right in zip(torch.load(result), eager, exact, strict=True):
         assert_as_close_as_eager(got, near, right)
+
+
+def test_nothing_is_compiled_again_with_precompile_artifacts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = (B, N, 3, P), (B, T, L), (N * (P + V), L)
+    inputs = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    artifacts, given = (str(tmp_path / name) for name in ("artifacts", "inputs"))
+    torch.save(inputs, given)
+    for stance in ("default", "fail_on_recompile"):
+        result = str(tmp_path / stance)
+        command = [sys.executable, "-c", PRECOMPILED, artifacts, given, result, stance]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        torch.testing.assert_close(torch.load(result), attend(*inputs))
 
 
 def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
