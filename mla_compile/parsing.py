@@ -13,6 +13,8 @@ BYTE_UNITS = {
     **{f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")},
     **{f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")},
 }
+LARGEST = 2**63 - 1
+"""The greatest number that is taken: what 64 bits hold. Products of several of them fit into a float."""
 FIGURES = (".png", ".svg", ".pdf")
 
 
@@ -20,7 +22,7 @@ def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"expected a positive whole number, found {text}")
-    return int(text)
+    return _small_enough(int(text), text)
 
 
 def tokens(text: str) -> int:
@@ -62,4 +64,10 @@ def _number(text: str, units: dict[str, int], expected: str) -> int:
     number = Fraction(found[1]) * units[found[2]] if found and found[2] in units else 0
     if number < 1:
         raise ArgumentTypeError(f"expected a number of {expected}, found {text!r}")
-    return int(number)
+    return _small_enough(int(number), text)
+
+
+def _small_enough(number: int, text: str) -> int:
+    if number > LARGEST:
+        raise ArgumentTypeError(f"expected at most {LARGEST:,}, found {text}")
+    return number

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from mla_compile import cli
 from mla_compile.bench.link import fit, measure, meshes_of
@@ -22,7 +21,6 @@ from mla_compile.cluster.plan import ClusterPlan, where_it_pays
 from mla_compile.cluster.rates import bytes_per_second, flops_per_second, link
 from mla_compile.cluster.stage import stages
 from mla_compile.cluster.step import Device, Step, Task
-from mla_compile.errors import ConfigError
 from mla_compile.passes.paths.exchange import InLatentSpace
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
@@ -40,25 +38,6 @@ def v3(config):
 
 def step_of(model, mesh, batch=16, context=128 * 1024, device=DEVICE, dtype="bf16"):
     return Step(model, Task(batch, context, dtype), device, LINK, mesh)
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"q_lora_rank": None}, {"n_shared_experts": 2}, {"first_k_dense_replace": 61}], ids=str
-)
-def test_weights_are_those_of_the_model(config, changes):
-    hf = pytest.importorskip("transformers")
-    fields = V3 | {"num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 16} | changes
-    with torch.device("meta"):
-        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**fields))
-    assert read_model(config(**fields)).elements == sum(p.numel() for p in model.parameters())
-
-
-def test_weights_of_the_example():
-    hf = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(TINY))
-    model.tie_weights()
-    assert read_model(TINY).elements == sum(p.numel() for p in model.parameters())
 
 
 def test_deepseek_v3_has_671_billion(v3):
@@ -325,31 +304,6 @@ def test_plot_without_matplotlib_is_refused(monkeypatch, capsys):
     assert "pip install 'mla-compile[plot]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (V3 | {"hidden_size": None}, "expected hidden_size in .* to be a positive whole number, found None"),
-        (V3 | {"first_k_dense_replace": "all"}, "expected first_k_dense_replace in .* whole number, found 'all'"),
-        (V3 | {"num_experts_per_tok": 999}, "expected num_experts_per_tok in .* at most 256 experts, found 999"),
-        (V3 | {"quantization_config": "fp8"}, "expected quantization_config in .* to be an object, found 'fp8'"),
-        (
-            V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": "a"}},
-            "expected weight_block_size in .* to be a pair of whole numbers, found 'a'",
-        ),
-        (V3 | {"index_head_dim": 128}, "expected attention of one kind in every layer"),
-        (V3 | {"layer_types": ["linear_attention", *["full_attention"] * 60]}, "expected attention of one kind"),
-    ],
-)
-def test_a_config_that_does_not_say_enough(fields, message, config):
-    with pytest.raises(ConfigError, match=message):
-        read_model(config(**fields))
-
-
-def test_what_the_argument_says_of_weights_counts(config):
-    assert read_model(config(**V3 | FP8), fp8=False).fp8 is False
-    assert read_model(config(**V3), fp8=True).block == 128
-
-
 def test_rates():
     assert [bytes_per_second(text) for text in ("3.35TB/s", "1 GiB/s", "900gb")] == [3.35e12, 2**30, 9e11]
     assert [flops_per_second(text) for text in ("989T", "1.5 PFLOP/s", "60 gflops")] == [989e12, 1.5e15, 60e9]
@@ -361,6 +315,9 @@ def test_rates():
         (flops_per_second, "989"),
         (link, "450GB/s"),
         (link, "1GB/s,0us"),
+        (bytes_per_second, "9" * 400 + "TB/s"),
+        (flops_per_second, "9" * 400 + "T"),
+        (link, f"1GB/s,{'9' * 400}us"),
     ):
         with pytest.raises(ArgumentTypeError, match="expected"):
             parse(wrong)

@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import ArgumentTypeError
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mla_compile.errors import ConfigError
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.memory.layouts import fp8_bytes, layouts
 from mla_compile.memory.plot import plot
-from mla_compile.memory.sizes import ModelSizes, Sizes, read_sizes
+from mla_compile.memory.sizes import WIDTHS, ModelSizes, Sizes, read_sizes
 from mla_compile.memory.table import MemoryPlan, as_text
 from mla_compile.parsing import in_bytes, tokens
 from mla_compile.units import in_units
@@ -189,11 +190,66 @@ def test_an_indexer_is_named_and_not_counted(config, without_transformers):
             "expected kv_source_layers in .* each of 61 layers, found 2 entries",
         ),
         (V3 | {"indexer_types": ["full"]}, "expected indexer_types in .* each of 61 layers, found 1 entries"),
+        (V3 | {"linear_attn_config": 3}, "expected linear_attn_config in .* to be an object, found 3"),
+        (V3 | {"model_type": ["x"]}, r"expected model_type in .* to be a name, found \['x'\]"),
+        (V3 | {"model_type": "two\nlines"}, r"expected model_type in .* to be a name, found 'two\\nlines'"),
+        (V3 | {"num_hidden_layers": 10**20}, "expected num_hidden_layers in .* to be at most 10,000, found 10+$"),
+        (
+            V3 | {"kv_lora_rank": 10**400},
+            r"expected kv_lora_rank in .* to be at most 2,147,483,647, found 10+\.\.\.0+$",
+        ),
+        (
+            V3 | {"num_attention_heads": 10**400},
+            "expected num_attention_heads in .* to be at most 2,147,483,647, found",
+        ),
+        (V3 | {"qk_rope_head_dim": -1}, "expected qk_rope_head_dim in .* to be a whole number, found -1"),
     ],
 )
 def test_a_config_that_does_not_say_enough(fields, message, config, without_transformers):
     with pytest.raises(ConfigError, match=message):
         read_sizes(config(**fields))
+
+
+@pytest.mark.parametrize("width", ["64", [1], -5, 1.5, True], ids=repr)
+def test_a_width_of_an_indexer_that_is_none(width, config, without_transformers):
+    with pytest.raises(ConfigError, match=r"expected index_head_dim in .* to be a positive whole number, found"):
+        read_sizes(config(**V3 | {"index_head_dim": width}))
+
+
+@pytest.mark.parametrize("window", ["8", [8], -4, 1.5, 0], ids=repr)
+def test_a_window_that_is_none_matters_to_layers_that_slide(window, config, without_transformers):
+    sliding = {"layer_types": ["sliding_attention"] * 61}
+    with pytest.raises(ConfigError, match=r"expected sliding_window in .* to be a positive whole number, found"):
+        read_sizes(config(**V3 | sliding | {"sliding_window": window}))
+    assert read_sizes(config(**V3 | {"sliding_window": window})).layers == {HEADS: 61}
+    assert read_sizes(config(**V3 | sliding | {"sliding_window": None})).layers == {HEADS: 61}
+
+
+@pytest.mark.parametrize("own", [[1], "x", {"a": {}}, {"0": 3}, {"61": {}}, {"-1": {}}], ids=repr)
+def test_sizes_of_single_layers_are_objects_by_their_numbers(own, config, without_transformers):
+    with pytest.raises(ConfigError, match=r"expected per_layer_config in .* to be (an object, found|objects by)"):
+        read_sizes(config(**V3 | {"per_layer_config": own}))
+
+
+@pytest.mark.parametrize("own", [None, {}, {"0": {}, "60": {"kv_lora_rank": 64}}], ids=repr)
+def test_sizes_of_single_layers(own, config, without_transformers):
+    others = {HEADS: 60, replace(HEADS, L=64): 1} if own else {HEADS: 61}
+    assert read_sizes(config(**V3 | {"per_layer_config": own})).layers == others
+
+
+def test_a_config_that_transformers_cannot_read(config):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"expected v_head_dim in .*, found none; transformers refuses the config: "):
+        read_sizes(config(**V3 | {"v_head_dim": None, "per_layer_config": [1]}))
+
+
+@pytest.mark.parametrize("name", ["--context", "--batch", "--memory", "--kv-heads"])
+def test_numbers_as_large_as_64_bits_hold_and_no_larger(name, config, capsys):
+    most = str(2**63 - 1)
+    assert cli.main(["memory", str(config(**V3 | dict.fromkeys(WIDTHS, 2**31 - 1))), name, most]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["memory", str(config(**V3)), name, "9" * 400])
+    assert f"argument {name}: expected at most 9,223,372,036,854,775,807, found 999" in capsys.readouterr().err
 
 
 def test_a_text_model_in_a_model_that_has_none(config):
@@ -268,7 +324,7 @@ def test_a_plot_without_a_format_is_refused_before_anything_is_printed(name, con
 def test_numbers_with_units():
     assert [tokens(text) for text in ("4096", "128k", "0.5K", "1M")] == [4096, 131072, 512, 1048576]
     assert [in_bytes(text) for text in ("80GiB", "16gb", "1000")] == [80 * 2**30, 16 * 10**9, 1000]
-    assert tokens("9" * 400) == int("9" * 400)
+    assert tokens(str(2**63 - 1)) == 2**63 - 1
     for wrong in ("", "0", "-1", "80 parsecs", "k"):
         with pytest.raises(ArgumentTypeError, match="expected a number of bytes"):
             in_bytes(wrong)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
-from ..memory.sizes import ModelSizes, Sizes, is_count, read_config, read_sizes
+from ..memory.fields import Fields, is_count, read_config
+from ..memory.sizes import ModelSizes, Sizes, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 FP8_BLOCK = 128
@@ -73,22 +73,20 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         OSError: if there is no such file.
     """
     caches = read_sizes(path)
-    file, config, text = read_config(path)
+    config, read = read_config(path)
     if len(caches.layers) > 1 or caches.others or caches.index_width or next(iter(caches.layers)).window:
         raise ConfigError(
-            f"expected attention of one kind in every layer, to all tokens, found others in {file}: their weights and "
-            "what they read are not counted"
+            f"expected attention of one kind in every layer, to all tokens, found others in {read.file}: their weights "
+            "and what they read are not counted"
         )
-    quantized = text.get("quantization_config") or config.get("quantization_config") or {}
-    if not isinstance(quantized, dict):
-        raise ConfigError(f"expected quantization_config in {file} to be an object, found {quantized!r}")
-    in_fp8 = quantized.get("quant_method") == "fp8" if fp8 is None else fp8
+    quantized = read.part("quantization_config")
+    quantized = quantized if quantized.values else config.part("quantization_config")
+    in_fp8 = quantized.values.get("quant_method") == "fp8" if fp8 is None else fp8
     (sizes,) = caches.layers
-    read = _Fields(text, file)
-    experts = next((read(key) for key in EXPERTS if text.get(key)), 0)
+    experts = read.first(*EXPERTS)
     chosen = read("num_experts_per_tok") if experts else 0
     if chosen > experts:
-        raise ConfigError(f"expected num_experts_per_tok in {file} to be at most {experts} experts, found {chosen}")
+        raise read.wrong("num_experts_per_tok", f"at most {experts} experts")
     widths = {"intermediate_size": read("intermediate_size")}
     if experts:
         widths["moe_intermediate_size"] = read("moe_intermediate_size")
@@ -98,41 +96,25 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         tuple(_layer(i, read, sizes, experts) for i in range(caches.count)),
         read("hidden_size"),
         read("vocab_size"),
-        bool(text.get("tie_word_embeddings")),
+        read.flag("tie_word_embeddings"),
         experts,
         chosen,
         widths,
         in_fp8,
-        _block(quantized, file) if in_fp8 else 1,
+        _block(quantized) if in_fp8 else 1,
     )
 
 
-def _block(quantized: Mapping[str, Any], file: Path) -> int:
+def _block(quantized: Fields) -> int:
     """The rows of a weight's block that has a scale of its own."""
-    block = quantized.get("weight_block_size") or [FP8_BLOCK]
+    block = quantized.values.get("weight_block_size") or [FP8_BLOCK]
     if not isinstance(block, list) or not is_count(block[0]):
-        raise ConfigError(f"expected weight_block_size in {file} to be a pair of whole numbers, found {block!r}")
+        raise quantized.wrong("weight_block_size", "a pair of whole numbers")
     rows: int = block[0]
     return rows
 
 
-@dataclass(frozen=True)
-class _Fields:
-    config: Mapping[str, Any]
-    file: Path
-
-    def __call__(self, key: str) -> int:
-        value: Any = self.config.get(key)
-        if not is_count(value):
-            raise ConfigError(f"expected {key} in {self.file} to be a positive whole number, found {value!r}")
-        return int(value)
-
-    def given(self, key: str) -> int:
-        """The same of a field that may be missing, null or 0, which are 0."""
-        return self(key) if self.config.get(key) else 0
-
-
-def _layer(index: int, read: _Fields, s: Sizes, experts: int) -> Layer:
+def _layer(index: int, read: Fields, s: Sizes, experts: int) -> Layer:
     hidden, rank = read("hidden_size"), read.given("q_lora_rank")
     norms = 2 * hidden + s.L + rank
     whole = norms + hidden * (rank + s.L + s.R)

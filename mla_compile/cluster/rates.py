@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 from ..parsing import in_bytes
@@ -35,6 +36,7 @@ def link(text: str) -> Link:
 
 def _number(text: str, units: dict[str, float], rest: str, expected: str) -> float:
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(units)}){rest}", text.strip().lower())
-    if not found or not float(found[1]):
+    number = float(found[1]) * units[found[2]] if found else 0
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-    return float(found[1]) * units[found[2]]
+    return number
