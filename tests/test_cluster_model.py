@@ -12,6 +12,21 @@ from mla_compile.errors import ConfigError
 TINY = Path(__file__).parents[1] / "examples" / "tiny-deepseek-v3"
 V3 = json.loads((TINY.parent / "deepseek-v3.json").read_text())
 FP8 = {"quantization_config": V3.pop("quantization_config")}
+LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 16}
+DEFAULTS = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+    "kimi_k25": {},
+    "minicpm3": {},
+    "mistral4": {},
+    "youtu": {},
+    "sarvam_mla": {},
+    "axk1": {},
+}
+"""The families that have one kind of attention in every layer, and what their default configs lack."""
+NOT_COUNTED = {"axk1": 60 * 7168}
+"""A norm after the experts of each layer, of which the config says nothing."""
 
 
 @pytest.mark.parametrize(
@@ -19,10 +34,83 @@ FP8 = {"quantization_config": V3.pop("quantization_config")}
 )
 def test_weights_are_those_of_the_model(config, changes):
     hf = pytest.importorskip("transformers")
-    fields = V3 | {"num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 16} | changes
+    fields = V3 | LAYERS | changes
     with torch.device("meta"):
         model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**fields))
     assert read_model(config(**fields)).elements == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_weights_are_those_of_each_family(name, tmp_path):
+    """Of its text model, with the config that transformers saves."""
+    hf = pytest.importorskip("transformers")
+    if name not in hf.CONFIG_MAPPING:
+        pytest.skip("this transformers does not know the family")
+    saved = hf.AutoConfig.for_model(name, **DEFAULTS[name])
+    saved.save_pretrained(tmp_path)
+    text = saved.get_text_config()
+    whole = hf.Mistral4ForCausalLM if name == "mistral4" else hf.AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = whole(text)
+    model.tie_weights()
+    expected = sum(p.numel() for p in model.parameters()) - NOT_COUNTED.get(name, 0)
+    assert read_model(tmp_path).elements == expected
+
+
+def sparse_layers(path):
+    return [i for i, layer in enumerate(read_model(path).layers) if layer.expert]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"first_k_dense_replace": 1}, [1, 2, 3]),
+        ({"first_k_dense_replace": 0}, [0, 1, 2, 3]),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 1}, [1, 2, 3]),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, [2]),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 3}, [0, 3]),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": None}, [1, 2, 3]),
+        ({"first_k_dense_replace": None, "moe_layer_freq": [0, 1, 0, 1]}, [1, 3]),
+        ({"first_k_dense_replace": 2, "moe_layer_freq": [0, 1, 0, 1]}, [3]),
+        ({"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}, [0, 3]),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"], "first_k_dense_replace": 1, "moe_layer_freq": 2}, [3]),
+        ({"mlp_layer_types": None, "first_k_dense_replace": 3}, [3]),
+        ({"n_routed_experts": None, "first_k_dense_replace": None}, []),
+    ],
+    ids=str,
+)
+def test_layers_with_experts(fields, expected, config):
+    assert sparse_layers(config(**V3 | LAYERS | fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mlp_layer_types": ["sparse"] * 3}, "expected mlp_layer_types in .* each of 4 layers, found 3 entries"),
+        ({"mlp_layer_types": "sparse"}, "expected mlp_layer_types in .* each of 4 layers, found 'sparse'"),
+        ({"mlp_layer_types": ["moe"] * 4}, "expected mlp_layer_types in .* to be a list of dense and sparse, found"),
+        ({"moe_layer_freq": 0}, "expected moe_layer_freq in .* to be a positive whole number, found 0"),
+        ({"moe_layer_freq": [0, 1]}, "expected moe_layer_freq in .* each of 4 layers, found 2 entries"),
+        ({"moe_layer_freq": [0, 1, 2, 3]}, "expected moe_layer_freq in .* or a list of 0 and 1, found"),
+        ({"first_k_dense_replace": None}, "expected mlp_layer_types or first_k_dense_replace in .*, found neither"),
+    ],
+)
+def test_layers_with_experts_that_are_not_told(fields, message, config):
+    with pytest.raises(ConfigError, match=message):
+        read_model(config(**V3 | LAYERS | fields))
+
+
+def test_a_number_of_layers_that_the_file_leaves_to_transformers(config):
+    pytest.importorskip("transformers")
+    whole = {key: value for key, value in V3.items() if key != "num_hidden_layers"}
+    assert read_model(config(**whole)) == read_model(config(**V3))
+
+
+def test_shared_experts_have_two_names(config):
+    """The second is that of sarvam-105b's own config."""
+    (shared,) = {layer.dense for layer in read_model(config(**V3 | {"first_k_dense_replace": 0})).layers}
+    others = V3 | {"first_k_dense_replace": 0, "n_shared_experts": None, "num_shared_experts": 2}
+    assert {layer.dense for layer in read_model(config(**others)).layers} == {2 * shared}
 
 
 def test_weights_of_the_example():

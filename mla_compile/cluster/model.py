@@ -11,6 +11,8 @@ from ..memory.fields import Fields, is_count, read_config
 from ..memory.sizes import ModelSizes, Sizes, read_sizes
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
+DENSE, SPARSE = MLP_KINDS = "dense", "sparse"
 FP8_BLOCK = 128
 """The default block size of FP8 checkpoints: the rows and columns of a weight that share a float32 scale."""
 
@@ -79,6 +81,7 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
             f"expected attention of one kind in every layer, to all tokens, found others in {read.file}: their weights "
             "and what they read are not counted"
         )
+    read = read.with_values({"num_hidden_layers": caches.count})  # which the file may leave to transformers
     quantized = read.part("quantization_config")
     quantized = quantized if quantized.values else config.part("quantization_config")
     in_fp8 = quantized.values.get("quant_method") == "fp8" if fp8 is None else fp8
@@ -93,7 +96,7 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
     return Model(
         caches,
         sizes,
-        tuple(_layer(i, read, sizes, experts) for i in range(caches.count)),
+        tuple(_layer(read, sizes, experts if sparse else 0) for sparse in _with_experts(read, caches.count, experts)),
         read("hidden_size"),
         read("vocab_size"),
         read.flag("tie_word_embeddings"),
@@ -114,13 +117,35 @@ def _block(quantized: Fields) -> int:
     return rows
 
 
-def _layer(index: int, read: Fields, s: Sizes, experts: int) -> Layer:
+def _with_experts(read: Fields, layers: int, experts: int) -> list[bool]:
+    """Whether each layer has routed experts: as `mlp_layer_types` says, or as vLLM reads DeepSeek's own fields."""
+    if not experts:
+        return [False] * layers
+    if kinds := read.of_each_layer("mlp_layer_types"):
+        if not all(kind in MLP_KINDS for kind in kinds):
+            raise read.wrong("mlp_layer_types", f"a list of {' and '.join(MLP_KINDS)}")
+        return [kind == SPARSE for kind in kinds]
+    first, each = read.given("first_k_dense_replace"), read.values.get("moe_layer_freq")
+    if isinstance(each, list):
+        chosen = read.of_each_layer("moe_layer_freq") or []
+        if not all(one in (0, 1) for one in chosen):
+            raise read.wrong("moe_layer_freq", "a whole number, or a list of 0 and 1")
+        return [i >= first and bool(one) for i, one in enumerate(chosen)]
+    if read.values.get("first_k_dense_replace") is None:
+        raise ConfigError(
+            f"expected mlp_layer_types or first_k_dense_replace in {read.file}, which say what layers have experts, "
+            "found neither"
+        )
+    every = 1 if each is None else read("moe_layer_freq")
+    return [i >= first and i % every == 0 for i in range(layers)]
+
+
+def _layer(read: Fields, s: Sizes, experts: int) -> Layer:
     hidden, rank = read("hidden_size"), read.given("q_lora_rank")
     norms = 2 * hidden + s.L + rank
     whole = norms + hidden * (rank + s.L + s.R)
     heads = s.N * ((rank or hidden) * (s.P + s.R) + s.L * (s.P + s.V) + s.V * hidden)
-    if not experts or index < read.given("first_k_dense_replace"):
+    if not experts:
         return Layer(whole, heads, 3 * hidden * read("intermediate_size"), 0)
     expert = 3 * hidden * read("moe_intermediate_size")
-    shared = read.given("n_shared_experts")
-    return Layer(whole + hidden * experts, heads, shared * expert, expert)
+    return Layer(whole + hidden * experts, heads, read.first(*SHARED_EXPERTS) * expert, expert)
