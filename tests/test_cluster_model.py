@@ -83,6 +83,21 @@ def test_layers_with_experts(fields, expected, config):
     assert sparse_layers(config(**V3 | LAYERS | fields)) == expected
 
 
+def test_layers_of_longcat_flash_are_refused(tmp_path):
+    """The model has two attentions in each; its parameters are more than its checkpoint's 560 billion."""
+    hf = pytest.importorskip("transformers")
+    hf.LongcatFlashConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"found ffn_hidden_size, .*: two of each in a layer, .* are not counted$"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ffn_hidden_size", "expert_ffn_hidden_size", "zero_expert_num"])
+def test_fields_of_longcat_flash_matter_where_they_say_something(name, config):
+    with pytest.raises(ConfigError, match=f"expected one attention and one MLP or experts in a layer, found {name} in"):
+        read_model(config(**V3 | {name: 256}))
+    assert read_model(config(**V3 | {name: 0})) == read_model(config(**V3))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -13,6 +13,9 @@ from ..memory.sizes import ModelSizes, Sizes, read_sizes
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
 DENSE, SPARSE = MLP_KINDS = "dense", "sparse"
+LONGCAT = ("ffn_hidden_size", "expert_ffn_hidden_size", "zero_expert_num")
+"""Fields of LongCat-Flash's configs. In one of its layers are two attentions and two MLPs, and experts beside both MLPs
+of which some have no weights (transformers makes half of those all the same)."""
 FP8_BLOCK = 128
 """The default block size of FP8 checkpoints: the rows and columns of a weight that share a float32 scale."""
 
@@ -71,7 +74,8 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
 
     Args: fp8, whether layers are in FP8 rather than bfloat16; None to follow the file's `quantization_config`.
     Raises:
-        ConfigError: if not all layers have MLA, there is an indexer, or the file lacks a size.
+        ConfigError: if not all layers have the same MLA, there is an indexer, layers are those of LongCat-Flash, or the
+            file lacks a size.
         OSError: if there is no such file.
     """
     caches = read_sizes(path)
@@ -80,6 +84,11 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         raise ConfigError(
             f"expected attention of one kind in every layer, to all tokens, found others in {read.file}: their weights "
             "and what they read are not counted"
+        )
+    if others := [key for key in LONGCAT if read.values.get(key)]:
+        raise ConfigError(
+            f"expected one attention and one MLP or experts in a layer, found {', '.join(others)} in {read.file}: two "
+            "of each in a layer, and experts without weights, as in LongCat-Flash, are not counted"
         )
     read = read.with_values({"num_hidden_layers": caches.count})  # which the file may leave to transformers
     quantized = read.part("quantization_config")
