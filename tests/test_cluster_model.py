@@ -162,6 +162,34 @@ def test_a_config_that_does_not_say_enough(fields, message, config):
         read_model(config(**fields))
 
 
+@pytest.mark.parametrize(
+    "method",
+    ["compressed-tensors", "FP8", ["fp8"], "gptq", "awq", "bitsandbytes", "mxfp4", "modelopt", None],
+    ids=str,
+)
+def test_weights_of_another_dtype_are_asked_for(method, config):
+    quantized = config(**V3 | {"quantization_config": {"quant_method": method, "bits": 4}})
+    with pytest.raises(
+        ConfigError, match=r"expected quant_method in .* to be fp8, or --weights \(bf16 or fp8\) to be given"
+    ):
+        read_model(quantized)
+    assert read_model(quantized, fp8=False) == read_model(config(**V3))
+    assert read_model(quantized, fp8=True) == read_model(config(**V3 | FP8))
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_weights_are_in_bfloat16_if_nothing_else_is_said(none, config):
+    assert read_model(config(**V3 | {"quantization_config": none})).fp8 is False
+
+
+def test_the_quantization_of_a_model_with_vision(config):
+    """Its config says it of the whole model, or of the text model."""
+    assert read_model(config(text_config=V3, **FP8)).fp8 is True
+    assert read_model(config(text_config=V3 | FP8)).fp8 is True
+    with pytest.raises(ConfigError, match=r"expected quant_method in .*, found 'awq'"):
+        read_model(config(text_config=V3, quantization_config={"quant_method": "awq"}))
+
+
 def test_what_the_argument_says_of_weights_counts(config):
     assert read_model(config(**V3 | FP8), fp8=False).fp8 is False
     assert read_model(config(**V3), fp8=True).block == 128

@@ -75,7 +75,7 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
     Args: fp8, whether layers are in FP8 rather than bfloat16; None to follow the file's `quantization_config`.
     Raises:
         ConfigError: if not all layers have the same MLA, there is an indexer, layers are those of LongCat-Flash, or the
-            file lacks a size.
+            file lacks a size, or says of another dtype while `fp8` is None.
         OSError: if there is no such file.
     """
     caches = read_sizes(path)
@@ -93,7 +93,7 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
     read = read.with_values({"num_hidden_layers": caches.count})  # which the file may leave to transformers
     quantized = read.part("quantization_config")
     quantized = quantized if quantized.values else config.part("quantization_config")
-    in_fp8 = quantized.values.get("quant_method") == "fp8" if fp8 is None else fp8
+    in_fp8 = _says_fp8(quantized) if fp8 is None else fp8
     (sizes,) = caches.layers
     experts = read.first(*EXPERTS)
     chosen = read("num_experts_per_tok") if experts else 0
@@ -115,6 +115,13 @@ def read_model(path: Path, fp8: bool | None = None) -> Model:
         in_fp8,
         _block(quantized) if in_fp8 else 1,
     )
+
+
+def _says_fp8(quantized: Fields) -> bool:
+    """Whether weights are in FP8, by the `quantization_config` of a model; in bfloat16 if it has none."""
+    if quantized.values and quantized.values.get("quant_method") != "fp8":
+        raise quantized.wrong("quant_method", "fp8, or --weights (bf16 or fp8) to be given")
+    return bool(quantized.values)
 
 
 def _block(quantized: Fields) -> int:
