@@ -1,6 +1,7 @@
 """`mla-compile`: each subcommand is defined beside the code that it runs and is registered by its `add_parser`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +14,13 @@ from mla_compile.memory import command as memory
 from mla_compile.version import __version__
 
 COMMANDS = (explain, inspect, memory, layout, bench)
+CLOSED_PIPE = 128 + 13
+"""The exit status if what reads the output closes it, as `head` does: that of programs which SIGPIPE ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status. Errors that a user can fix print one line, with status 2."""
+    """Run a subcommand and return its exit status. Errors that a user can fix print one line, with status 2; a closed
+    pipe is none."""
     parser = argparse.ArgumentParser(
         prog="mla-compile", description="Multi-head Latent Attention under torch.compile, measured and explained."
     )
@@ -27,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
+        print(end="", flush=True)  # here, where it can be caught that nobody reads it
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the rest of it at exit
+        return CLOSED_PIPE
     except (ImportError, OSError, ConfigError) as error:
         print(f"mla-compile: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

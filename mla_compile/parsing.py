@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import ArgumentTypeError
 from fractions import Fraction
@@ -36,10 +37,14 @@ def in_bytes(text: str) -> int:
 
 
 def file(text: str) -> Path:
-    """Parse the path of a file to write, in a folder that exists."""
+    """Parse the path of a file to write, in a folder that exists. The file is as it was, but could be opened."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ArgumentTypeError(f"expected a file in a folder that exists, found {text!r}")
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ArgumentTypeError(f"expected a file in a folder that exists, found {text!r}")
+        _open_to_write(path)
+    except OSError as error:
+        raise ArgumentTypeError(f"expected a file that can be written, found {text!r}: {error.strerror}") from error
     return path
 
 
@@ -57,6 +62,15 @@ def figure(text: str) -> Path:
     if path.suffix.lower() not in FIGURES:
         raise ArgumentTypeError(f"expected a file that ends in {', '.join(FIGURES)}, found {text!r}")
     return path
+
+
+def _open_to_write(path: Path) -> None:
+    """Raise an OSError if a file cannot be opened. Pipes, whose reader would take that for the end, are not tried."""
+    new = not os.path.lexists(path)
+    if new or path.is_file():
+        path.open("ab").close()
+    if new:
+        path.unlink(missing_ok=True)
 
 
 def _number(text: str, units: dict[str, int], expected: str) -> int:

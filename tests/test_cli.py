@@ -1,6 +1,8 @@
 """The command line: arguments in, exit status and files out."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from mla_compile.bench.measure import Result
 from mla_compile.bench.run import Benchmark
 from mla_compile.bench.workloads import Workload
 from mla_compile.cost import Device
+from mla_compile.parsing import file
 from mla_compile.report import Report
 from mla_compile.version import __version__
 
@@ -92,6 +95,13 @@ def test_threads_are_set(calls, monkeypatch):
         (["bench", "--plot", "times.xyz"], "expected a file that ends in .png, .svg, .pdf, found 'times.xyz'"),
         (["bench", "--csv", "/nowhere/a.csv"], "expected a file in a folder that exists, found '/nowhere/a.csv'"),
         (["bench", "--plot", "/nowhere/a.svg"], "expected a file in a folder that exists, found '/nowhere/a.svg'"),
+        (
+            ["bench", "--csv", "/proc/a.csv"],
+            "expected a file that can be written, found '/proc/a.csv': No such file or",
+        ),
+        (["bench", "--json", "a" * 300], "expected a file that can be written, found 'aaa"),
+        (["bench", "--plot", f"{'a' * 300}.png"], ": File name too long"),
+        (["bench", "--threads", "99999"], f"expected at most {16 * os.cpu_count()} threads on {os.cpu_count()} cores"),
         (["inspect", "/nowhere", "--out", __file__], f"expected a folder, found the file '{__file__}'"),
         (["explain", "/nowhere", "--tokens", "0"], "expected a positive whole number, found 0"),
         (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive whole number, found -5"),
@@ -102,6 +112,52 @@ def test_bad_arguments_are_refused(arguments, message, calls, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_files_to_write_are_opened_and_left_as_they_are(tmp_path):
+    kept, new, link, pipe = (tmp_path / name for name in ("kept", "new", "link", "pipe"))
+    kept.write_text("as before")
+    link.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(pipe)  # to open it would wait for a reader
+    assert [file(str(path)) for path in (kept, new, link, pipe)] == [kept, new, link, pipe]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "link", "pipe"]
+    assert kept.read_text() == "as before"
+
+
+def test_as_many_threads_as_are_of_any_use(calls, monkeypatch):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    cli.main(["bench", "--modes", "eager", "--threads", str(16 * os.cpu_count())])
+    assert threads == [16 * os.cpu_count()]
+
+
+def test_a_reader_that_reads_nothing_ends_a_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mla_compile.cli", "memory", TINY]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.CLOSED_PIPE, b"")
+
+
+def test_a_reader_that_reads_a_line_ends_a_command_quietly():
+    """Of more than a pipe holds."""
+    rates = "--memory 1GiB --bandwidth 1TB/s --flops 1T --link 1GB/s,1us"
+    command = [sys.executable, "-m", "mla_compile.cli", *f"layout {TINY} --gpus 64 --batch 64 --json {rates}".split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"{\n"
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == cli.CLOSED_PIPE
+
+
+def test_another_error_of_the_system_is_one_line(monkeypatch, capsys):
+    def without_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "run", without_room)
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == "mla-compile: [Errno 28] No space left on device\n"
 
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):

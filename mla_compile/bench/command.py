@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 ALONE = ("mla-gluon", "mla-clusters")
 """Those of our own peers that run only if they are named."""
+THREADS_PER_CORE = 16
+"""The most threads that are taken. More than one for each core are no faster; tens of thousands end the process."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,7 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=", ".join(MODES))
     parser.add_argument("--cache", choices=["dynamic", "static"], help="the cache of a layer (default: dynamic)")
     parser.add_argument("--repeats", type=positive, help="timed calls of each mode (default: 10)")
-    parser.add_argument("--threads", type=positive, help="number of CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=_threads, help="number of CPU threads (default: torch's)")
     parser.add_argument(
         "--train",
         type=positive,
@@ -94,6 +97,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _describe_generation(parser.add_argument_group("with --model: modes are combined with caches"))
     _describe_kernels(parser.add_argument_group("with --device cuda"))
     parser.set_defaults(run=run, parser=parser)
+
+
+def _threads(text: str) -> int:
+    number, cores = positive(text), os.cpu_count() or 1
+    if number > cores * THREADS_PER_CORE:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {cores * THREADS_PER_CORE} threads on {cores} cores, found {text}"
+        )
+    return number
 
 
 def _describe_generation(model: Any) -> None:
