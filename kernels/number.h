@@ -1,9 +1,5 @@
 // Conversions between the narrow numbers that a cache holds and vectors of floats.
 
-#if defined(__AVX__)
-#include <immintrin.h>
-#endif
-
 namespace {
 
 struct bf16 { uint16_t bits; };

@@ -66,7 +66,8 @@ struct FloatTile : Tile<ROWS, VECTORS> {
 
 // A panel of rows packed for a product, [width, PANEL]: floats, or pairs of neighbouring numbers.
 //
-// `put` packs a row of `width` numbers as a column of lanes, `put_two` two neighbouring rows of PANEL numbers as lines.
+// `lanes` loads a vector of them from a row that has `left` numbers left, with 0 for missing ones. `put_two` packs two
+// neighbouring rows of PANEL numbers as lines.
 // `weights` packs scores [count, PANEL], and `rows` are numbers as the rows of a product: both in place if they can.
 template <typename Key>
 struct Packed {
@@ -74,13 +75,11 @@ struct Packed {
   template <int64_t ROWS> using Tile = FloatTile<ROWS>;
 
   static int64_t lines(int64_t width) { return width; }
-  static void put(const Number* numbers, int64_t width, Lane* column) {
-    float some[WIDTH];
-    for (int64_t i = 0; i < width; i += WIDTH) {
-      const int64_t count = std::min(width - i, WIDTH);
-      convert(numbers + i, count, 1.0f, some);
-      for (int64_t j = 0; j < count; ++j) column[(i + j) * PANEL] = some[j];
-    }
+  static vec lanes(const Number* numbers, int64_t left) {
+    if (left >= WIDTH) return widened(numbers);
+    Number some[WIDTH] = {};
+    std::copy_n(numbers, left, some);
+    return widened(some);
   }
   static const Lane* weights(const float* scores, int64_t, Lane*) { return scores; }
   static const float* rows(const float* numbers, int64_t, float*) { return numbers; }
@@ -97,9 +96,8 @@ struct Packed<bf16> {
   template <int64_t ROWS> using Tile = PairTile<ROWS>;
 
   static int64_t lines(int64_t width) { return (width + 1) / 2; }
-  static void put(const bf16* numbers, int64_t width, Lane* column) {
-    for (int64_t i = 0; i < width / 2; ++i) std::memcpy(column + i * PANEL, numbers + 2 * i, sizeof(pair_t));
-    if (width % 2) column[width / 2 * PANEL] = numbers[width - 1].bits;
+  static vec lanes(const bf16* numbers, int64_t left) {
+    return as<vec>(_mm512_maskz_loadu_epi16(left < 32 ? (__mmask32{1} << left) - 1 : ~__mmask32{0}, numbers));
   }
   static const Lane* weights(const float* scores, int64_t count, Lane* pairs) {
     pair_weights(scores, count, PANEL, pairs);
@@ -118,6 +116,17 @@ struct Packed<bf16> {
 typedef Packed<Key> Panel;
 typedef Panel::Lane Lane;
 
+// Packs up to WIDTH rows of `width` numbers as neighbouring lanes, with 0 for missing rows.
+inline void pack_lanes(const Number* const* rows, int64_t count, int64_t width, Lane* to) {
+  constexpr int64_t NUMBERS = sizeof(Lane) / sizeof(Key) * WIDTH;  // of a vector
+  for (int64_t first = 0; first < width; first += NUMBERS) {
+    vec lines[WIDTH];
+    load_columns(count, lines, [&](int64_t r) { return Panel::lanes(rows[r] + first, width - first); });
+    const int64_t given = Panel::lines(std::min(width - first, NUMBERS));
+    for (int64_t i = 0; i < given; ++i, to += PANEL) store(reinterpret_cast<float*>(to), lines[i]);
+  }
+}
+
 // Rows of keys or of values, and the panel that they are multiplied with.
 struct Factors {
   const Key* data;
@@ -133,6 +142,7 @@ inline void multiply_tile(const Parts& parts, int64_t first, int64_t count, Take
     for (int64_t row = 0; row < ROWS; ++row) rows[row] = part.data + std::min(first + row, count - 1) * part.stride;
     tile.add(rows, part.panel, part.width);
   }
+#pragma GCC unroll 12
   for (int64_t row = 0; row < ROWS; ++row)
     for (int64_t v = 0; v < VECTORS; ++v) take((first + row) * PANEL + v * WIDTH, as<vec>(tile.sum[row][v]));
 }

@@ -9,6 +9,10 @@
 #include <stdexcept>
 #include <type_traits>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -28,6 +32,41 @@ inline void store(float* to, vec value) { *reinterpret_cast<unaligned_vec*>(to) 
 inline vec broadcast(float value) { return value - vec{}; }
 inline vec maximum(vec a, vec b) { return a > b ? a : b; }
 inline int64_t round_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// The numbers of a and b in turn: of their lower halves, and of their upper ones.
+inline void interleave(vec a, vec b, vec& lower, vec& upper) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  lower = _mm512_permutex2var_ps(a, first, b);
+  upper = _mm512_permutex2var_ps(a, second, b);
+#else
+  for (int64_t i = 0; i < WIDTH; ++i) {
+    const vec& from = i % 2 ? b : a;
+    lower[i] = from[i / 2];
+    upper[i] = from[(WIDTH + i) / 2];
+  }
+#endif
+}
+
+// Loads up to WIDTH rows, row r as `row(r)`, with 0 for missing ones, and turns them into columns: interleaving the
+// first half of the rows with the second, as often as halves can be halved, does that.
+template <typename Row>
+inline void load_columns(int64_t count, vec (&columns)[WIDTH], Row row) {
+  if (count >= WIDTH)
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < WIDTH; ++r) columns[r] = row(r);
+  else
+    for (int64_t r = 0; r < WIDTH; ++r) columns[r] = r < count ? row(r) : vec{};
+#pragma GCC unroll 4
+  for (int64_t width = WIDTH; width > 1; width /= 2) {
+    vec turned[WIDTH];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < WIDTH / 2; ++i)
+      interleave(columns[i], columns[i + WIDTH / 2], turned[2 * i], turned[2 * i + 1]);
+    std::memcpy(columns, turned, sizeof(turned));
+  }
+}
 
 // exp(x) for x <= 0, within 1.5 ulp; 0 where it would be below the smallest normal number, NaN for NaN. It is 2^n e^r
 // with |r| <= ln(2) / 2, and e^r is the polynomial of Cephes' expf.

@@ -66,13 +66,15 @@ class Queries {
   void load(const Number* from, int64_t stride, int64_t queries, int64_t width) {
     std::fill(in_lanes.begin(), in_lanes.end(), Lane{});
     std::vector<Number> padded(chunks * PANEL * 2, Number{});
-    for (int64_t row = 0; row < queries; ++row) {
-      const Number* numbers = from + row * stride;
-      Lane* column = in_lanes.data() + row / PANEL * lines * PANEL + row % PANEL;
+    for (int64_t row = 0; row < queries; row += WIDTH) {
+      const int64_t count = std::min(queries - row, WIDTH);
+      const Number* rows[WIDTH];
+      for (int64_t r = 0; r < count; ++r) rows[r] = from + (row + r) * stride;
+      Lane* lanes_of_rows = in_lanes.data() + row / PANEL * lines * PANEL + row % PANEL;
       for (int64_t part : widths) {
-        Panel::put(numbers, part, column);
-        numbers += part;
-        column += Panel::lines(part) * PANEL;
+        pack_lanes(rows, count, part, lanes_of_rows);
+        for (int64_t r = 0; r < count; ++r) rows[r] += part;
+        lanes_of_rows += Panel::lines(part) * PANEL;
       }
     }
     for (int64_t row = 0; row < panels * PANEL; row += 2) {

@@ -101,11 +101,13 @@ void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Lo
     at::mm_out(k, latents.of_keys, w_uk.t());
     at::mm_out(v, w_uv, latents.of_values.t());
     const int64_t nope = w_uk.size(0) / heads;
-    chunks.kernel(q.data_ptr(), k.data_ptr(), rope.data_ptr(), v.data_ptr(), 0, o.data_ptr<float>(),
-                  lse.data_ptr<float>(), heads, queries, count, nope, rope.size(-1), value, q.stride(1), q.stride(0),
-                  nope, k.stride(0), rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0),
-                  v.stride(0), 0, 0, 0, o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start,
-                  scale, at::get_num_threads());
+    const char* q_rope = static_cast<char*>(q.data_ptr()) + nope * q.element_size();
+    chunks.kernel(q.data_ptr(), q_rope, k.data_ptr(), rope.data_ptr(), v.data_ptr(), 0, o.data_ptr(),
+                  lse.data_ptr<float>(), heads, queries, 1, count, nope, rope.size(-1), value, q.stride(1),
+                  q.stride(0), 0, q.stride(1), q.stride(0), 0, nope, k.stride(0),
+                  rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0), v.stride(0), 0, 0, 0, 0,
+                  o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start, false, scale,
+                  at::get_num_threads());
   }
 }
 

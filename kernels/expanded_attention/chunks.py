@@ -50,13 +50,6 @@ class Keys:
     v: Tensor
 
 
-class Expands(Protocol):
-    """What makes keys and values of latents."""
-
-    def expand(self, latent: Tensor, ropes: Tensor) -> Keys:
-        """Those of latents `[C, L]`, beside rope keys `[C, 1 or H, R]`."""
-
-
 class Arithmetic(Protocol):
     """How a chunk is up-projected and attended to."""
 
@@ -171,7 +164,7 @@ def lost_rows(dtype: torch.dtype, mask: Tensor) -> tuple[Tensor, Tensor]:
 def attend_heads(
     q: Tensor,
     load: Callable[[KeyPositions, torch.dtype], tuple[Tensor, Tensor]],
-    expansion: Callable[[int], Expands],
+    expansion: Callable[[int], Workspace],
     visibility: Visibility,
     scale: float,
     workspace_tokens: int,

@@ -1,43 +1,52 @@
 // Attention of many queries to a chunk of up-projected keys and values: flash attention on CPU cores, sums in float32.
 //
-//     q      [heads, queries, P + R]          any strides, but 1 in the last dim; the same holds for the others
-//     k      [heads, keys, P], k_rope [heads, keys, R]   with a stride of 0 where heads share the rope keys
-//     v      [heads, V, keys]                 keys last, so that both products read rows with a last stride of 1
-//     bias   [heads, queries, keys] or null   -inf hides; queries side by side, or one for all with a stride of 0
-//     o      [heads, queries, V], lse [heads, queries]    float32: on entry the state after earlier chunks, updated
+//     q      [heads, queries, sharers, P], q_rope [heads, queries, sharers, R]
+//     k      [heads, keys, P], k_rope [heads, keys, R]    with a stride of 0 where heads share the rope keys
+//     v      [heads, V, keys]                             keys last: both products read rows with a last stride of 1
+//     bias   [heads, queries, sharers, keys] or null      -inf hides
+//     o      [heads, rows, V], lse [heads, rows]          on entry the state after earlier chunks, updated
 //
-// NUMBER is the type of q; keys and values are of the type that `panels.h` chooses.
+// All have any strides but 1 in the last dim. The bias has any strides but 1 or 0 over sharers, or over queries where
+// there is one sharer.
 //
-// Query i sees keys up to i + offset. A task is a few panels of queries of one head. It goes through the keys that any
-// of them sees, BLOCK at a time, and each panel attends to a block in turn, so that keys and values are fetched into
-// the core's own caches once for all of them. Rows of a panel are vector lanes: of the scores [keys, PANEL], of the
-// weights, and of the output [V, PANEL].
+// NUMBER is the type of q; keys and values are of the type that `panels.h` chooses. lse is float32, and so is o, unless
+// `whole`: then there are no other chunks, and o is of the type of q.
+//
+// Row r is of query r / sharers, as heads that share their keys and values are one, of more rows; query i sees keys up
+// to i + offset. A task is a few panels of rows of one head. It goes through the keys that any of them sees, BLOCK at a
+// time, and each panel attends to a block in turn, so that keys and values are fetched into the core's own caches once
+// for all of them. Rows of a panel are vector lanes: of the scores [keys, PANEL], of the weights, and of the output
+// [V, PANEL].
 
 #include <deque>
 
 namespace {
 
 constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
-constexpr int64_t SOME_COLUMNS = 16;  // of the output of a panel, a block of which stays in the first-level cache
 constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // at most so many panels per task, at least so many tasks
 
 struct Problem {
-  const Number* q;
+  const Number *q, *q_rope;
   const Key *k, *k_rope, *v;
   const float* bias;
-  float *o, *lse;
-  int64_t heads, queries, keys, nope, rope, value;
-  int64_t q_head, q_row, k_head, k_key, rope_head, rope_key, v_head, v_column, bias_head, bias_row, bias_key;
-  int64_t o_head, o_row, lse_head, lse_row, offset;
+  void* o;
+  float* lse;
+  int64_t heads, rows, sharers, keys, nope, rope, value;
+  int64_t q_head, q_query, q_sharer, q_rope_head, q_rope_query, q_rope_sharer, k_head, k_key, rope_head, rope_key;
+  int64_t v_head, v_column, bias_head, bias_query, bias_sharer, bias_key, o_head, o_row, lse_head, lse_row, offset;
   float scale;
+  bool whole;
 
-  int64_t panels() const { return (queries + PANEL - 1) / PANEL; }
+  int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
+  template <typename Output>
+  Output* o_of(int64_t head, int64_t row) const { return static_cast<Output*>(o) + head * o_head + row * o_row; }
+  float& lse_of(int64_t head, int64_t row) const { return lse[head * lse_head + row * lse_row]; }
 };
 
-// A panel of queries, and their running sums.
+// A panel of rows of queries, and their running sums.
 struct Rows {
   Buffer query, o, m, total;
-  int64_t first = 0, count = 0, seen = 0;  // the first query, the number of queries, and of keys that any sees
+  int64_t first = 0, count = 0, seen = 0;  // the first row, the number of rows, and of keys that any sees
 
   explicit Rows(const Problem& p)
       : query((Panel::lines(p.nope) + Panel::lines(p.rope)) * PANEL), o(round_up(p.value, ROWS_OF_A_TILE) * PANEL),
@@ -56,71 +65,107 @@ struct Workspace {
   }
 };
 
-// Loads the queries from `first` on and their state; rows that pad the panel are 0.
-void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
-  to.first = first;
-  to.count = std::max(std::min(PANEL, p.queries - first), int64_t{0});
-  to.seen = to.count ? std::max(std::min(p.keys, first + to.count + p.offset), int64_t{0}) : 0;
-  if (!to.seen) return;
-  const int64_t nope = Panel::lines(p.nope) * PANEL;
-  std::memset(to.packed(), 0, (nope + Panel::lines(p.rope) * PANEL) * sizeof(Lane));
+// Loads the sums after earlier chunks: of rows whose lse is -inf, there are none.
+void load_state(const Problem& p, int64_t head, Rows& to) {
   std::fill_n(to.o.data(), round_up(p.value, ROWS_OF_A_TILE) * PANEL, 0.0f);
   std::fill_n(to.m.data(), PANEL, -FLT_MAX);  // not -inf: a row whose scores are all -inf gets exp(-inf), not NaN
   std::fill_n(to.total.data(), PANEL, 0.0f);
+  if (p.whole) return;
   for (int64_t row = 0; row < to.count; ++row) {
-    const Number* q = p.q + head * p.q_head + (first + row) * p.q_row;
-    Panel::put(q, p.nope, to.packed() + row);
-    Panel::put(q + p.nope, p.rope, to.packed() + nope + row);
-    const float lse = p.lse[head * p.lse_head + (first + row) * p.lse_row];
+    const float lse = p.lse_of(head, to.first + row);
     if (lse == -INFINITY) continue;
-    const float* o = p.o + head * p.o_head + (first + row) * p.o_row;
+    const float* o = p.o_of<float>(head, to.first + row);
     for (int64_t c = 0; c < p.value; ++c) to.o.data()[c * PANEL + row] = o[c];
     to.m.data()[row] = lse;
     to.total.data()[row] = 1.0f;
   }
 }
 
-void store_panel(const Problem& p, int64_t head, const Rows& of) {
-  for (int64_t begin = 0; begin < p.value; begin += SOME_COLUMNS)
-    for (int64_t row = 0; row < of.count; ++row) {
-      const float total = of.total.data()[row];
-      float* o = p.o + head * p.o_head + (of.first + row) * p.o_row;
-      const float divisor = total == 0.0f ? 1.0f : total;  // 0 if no key was seen
-      const int64_t end = std::min(begin + SOME_COLUMNS, p.value);
-      for (int64_t c = begin; c < end; ++c) o[c] = of.o.data()[c * PANEL + row] / divisor;
+// Loads the rows from `first` on and their state; rows that pad the panel are 0.
+void load_panel(const Problem& p, int64_t head, int64_t first, Rows& to) {
+  to.first = first;
+  to.count = std::max(std::min(PANEL, p.rows - first), int64_t{0});
+  const int64_t queries = (first + to.count - 1) / p.sharers + 1;
+  to.seen = to.count ? std::max(std::min(p.keys, queries + p.offset), int64_t{0}) : 0;
+  if (!to.seen) return;
+  for (int64_t lane = 0; lane < PANEL; lane += WIDTH) {
+    const int64_t count = std::min(to.count - lane, WIDTH);
+    const Number *rows[WIDTH], *ropes[WIDTH];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t query = (first + lane + r) / p.sharers, sharer = (first + lane + r) % p.sharers;
+      rows[r] = p.q + head * p.q_head + query * p.q_query + sharer * p.q_sharer;
+      ropes[r] = p.q_rope + head * p.q_rope_head + query * p.q_rope_query + sharer * p.q_rope_sharer;
     }
-  for (int64_t row = 0; row < of.count; ++row)
-    p.lse[head * p.lse_head + (of.first + row) * p.lse_row] = of.m.data()[row] + std::log(of.total.data()[row]);
-}
-
-// The bias of a panel's queries for one key.
-const float* bias_of(const Problem& p, int64_t head, const Rows& of, int64_t key) {
-  return p.bias + head * p.bias_head + of.first * p.bias_row + key * p.bias_key;
-}
-
-// Whether the bias hides a block of keys from every query of a panel.
-bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count) {
-  for (int64_t k = 0; k < count; ++k) {
-    const float* bias = bias_of(p, head, of, key + k);
-    for (int64_t r = 0; r < (p.bias_row ? of.count : 1); ++r)
-      if (bias[r] != -INFINITY) return false;
+    pack_lanes(rows, count, p.nope, to.packed() + lane);
+    pack_lanes(ropes, count, p.rope, to.packed() + Panel::lines(p.nope) * PANEL + lane);
   }
-  return true;
+  load_state(p, head, to);
+}
+
+template <typename Output>
+void store_output(const Problem& p, int64_t head, const Rows& of) {
+  for (int64_t lane = 0; lane < of.count; lane += WIDTH) {
+    const vec total = load(of.total.data() + lane), divisor = total == 0.0f ? broadcast(1.0f) : total;  // 0: no key
+    for (int64_t first = 0; first < p.value; first += WIDTH) {
+      const int64_t columns = std::min(p.value - first, WIDTH);
+      const float* sums = of.o.data() + first * PANEL + lane;
+      vec rows[WIDTH];
+      load_columns(columns, rows, [&](int64_t c) { return load(sums + c * PANEL) / divisor; });
+      for (int64_t row = 0; row < std::min(of.count - lane, WIDTH); ++row) {
+        Output* o = p.o_of<Output>(head, of.first + lane + row) + first;
+        Output narrowed[WIDTH];
+        narrow(rows[row], columns == WIDTH ? o : narrowed);
+        if (columns < WIDTH) std::copy_n(narrowed, columns, o);
+      }
+    }
+  }
+}
+
+void store_panel(const Problem& p, int64_t head, const Rows& of) {
+  if (p.whole) store_output<Number>(p, head, of);
+  else store_output<float>(p, head, of);
+  for (int64_t row = 0; row < of.count; ++row)
+    p.lse_of(head, of.first + row) = of.m.data()[row] + std::log(of.total.data()[row]);
+}
+
+// Calls `take` for the biases of a panel's rows for one key, a run at a time that lies side by side, or is one for all:
+// with the first row of the run, their number, the biases and their stride.
+template <typename Take>
+void for_each_run(const Problem& p, int64_t head, const Rows& of, int64_t key, Take take) {
+  const float* bias = p.bias + head * p.bias_head + key * p.bias_key;
+  if (p.sharers == 1) return take(int64_t{0}, of.count, bias + of.first * p.bias_query, p.bias_query);
+  for (int64_t row = 0, count; row < of.count; row += count) {
+    const int64_t query = (of.first + row) / p.sharers, sharer = (of.first + row) % p.sharers;
+    count = std::min(of.count - row, p.sharers - sharer);
+    take(row, count, bias + query * p.bias_query + sharer * p.bias_sharer, p.bias_sharer);
+  }
+}
+
+// Whether the bias hides a block of keys from every row of a panel.
+bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count) {
+  bool hidden = true;
+  for (int64_t k = 0; k < count && hidden; ++k)
+    for_each_run(p, head, of, key + k, [&](int64_t, int64_t rows, const float* bias, int64_t stride) {
+      for (int64_t r = 0; r < (stride ? rows : 1); ++r) hidden = hidden && bias[r] == -INFINITY;
+    });
+  return hidden;
 }
 
 void add_bias(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count, float* scores) {
-  for (int64_t k = 0; k < count; ++k, scores += PANEL) {
-    const float* bias = bias_of(p, head, of, key + k);
-    if (p.bias_row == 0)
-      for (int64_t r = 0; r < of.count; ++r) scores[r] += *bias;
-    else
-      for (int64_t r = 0; r < of.count; ++r) scores[r] += bias[r];
-  }
+  for (int64_t k = 0; k < count; ++k, scores += PANEL)
+    for_each_run(p, head, of, key + k, [&](int64_t first, int64_t rows, const float* bias, int64_t stride) {
+      if (stride == 0)
+        for (int64_t r = 0; r < rows; ++r) scores[first + r] += *bias;
+      else
+        for (int64_t r = 0; r < rows; ++r) scores[first + r] += bias[r];
+    });
 }
 
 void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, float* scores) {
-  for (int64_t k = 0; k < count; ++k)
-    std::fill_n(scores + k * PANEL, std::min(std::max(key + k - p.offset - row, int64_t{0}), PANEL), -INFINITY);
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t hidden = (key + k - p.offset) * p.sharers - row;
+    std::fill_n(scores + k * PANEL, std::min(std::max(hidden, int64_t{0}), PANEL), -INFINITY);
+  }
 }
 
 // Attention of a panel to one block of keys.
@@ -133,7 +178,7 @@ void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, c
             {p.k_rope + head * p.rope_head + key * p.rope_key, p.rope_key, p.rope, rope}},
            count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
   if (p.bias) add_bias(p, head, of, key, count, scores);
-  if (key + count - 1 > of.first + p.offset) hide_later_keys(p, of.first, key, count, scores);
+  if (key + count - 1 > of.first / p.sharers + p.offset) hide_later_keys(p, of.first, key, count, scores);
   soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data());
   const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
   const float* decay = w.decay.data();
@@ -157,17 +202,20 @@ void attend(const Problem& p, int64_t head, int64_t first, Workspace& w) {
 
 }  // namespace
 
-extern "C" void kernel(const void* q, const void* k, const void* k_rope, const void* v, uintptr_t bias, float* o,
-                       float* lse, int64_t heads, int64_t queries, int64_t keys, int64_t nope, int64_t rope,
-                       int64_t value, int64_t q_head, int64_t q_row, int64_t k_head, int64_t k_key,
-                       int64_t rope_head, int64_t rope_key, int64_t v_head, int64_t v_column, int64_t bias_head,
-                       int64_t bias_row, int64_t bias_key, int64_t o_head, int64_t o_row, int64_t lse_head,
-                       int64_t lse_row, int64_t offset, float scale, int64_t threads) {
-  const Problem p{static_cast<const Number*>(q), static_cast<const Key*>(k), static_cast<const Key*>(k_rope),
-                  static_cast<const Key*>(v), reinterpret_cast<const float*>(bias), o, lse,
-                  heads, queries, keys, nope, rope, value,
-                  q_head, q_row, k_head, k_key, rope_head, rope_key, v_head, v_column, bias_head, bias_row, bias_key,
-                  o_head, o_row, lse_head, lse_row, offset, scale};
+extern "C" void kernel(const void* q, const void* q_rope, const void* k, const void* k_rope, const void* v,
+                       uintptr_t bias, void* o, float* lse, int64_t heads, int64_t rows, int64_t sharers,
+                       int64_t keys, int64_t nope, int64_t rope, int64_t value, int64_t q_head, int64_t q_query,
+                       int64_t q_sharer, int64_t q_rope_head, int64_t q_rope_query, int64_t q_rope_sharer,
+                       int64_t k_head, int64_t k_key, int64_t rope_head, int64_t rope_key, int64_t v_head,
+                       int64_t v_column, int64_t bias_head, int64_t bias_query, int64_t bias_sharer,
+                       int64_t bias_key, int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row,
+                       int64_t offset, int64_t whole, float scale, int64_t threads) {
+  const Problem p{static_cast<const Number*>(q), static_cast<const Number*>(q_rope), static_cast<const Key*>(k),
+                  static_cast<const Key*>(k_rope), static_cast<const Key*>(v), reinterpret_cast<const float*>(bias), o,
+                  lse, heads, rows, sharers, keys, nope, rope, value,
+                  q_head, q_query, q_sharer, q_rope_head, q_rope_query, q_rope_sharer, k_head, k_key, rope_head, rope_key,
+                  v_head, v_column, bias_head, bias_query, bias_sharer, bias_key, o_head, o_row, lse_head,
+                  lse_row, offset, scale, whole != 0};
   // As many panels per task as leave each thread some tasks.
   const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);
   const int64_t groups = (p.panels() + together - 1) / together;

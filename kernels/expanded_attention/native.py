@@ -10,7 +10,7 @@ that is always so. float64 tensors, and machines without a C++ compiler, take `a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
     (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
-    ("const void*",) * 4 + ("uintptr_t",) + ("float*",) * 2 + ("int64_t",) * 22 + ("float", "int64_t"),
+    ("const void*",) * 5 + ("uintptr_t", "void*", "float*") + ("int64_t",) * 29 + ("float", "int64_t"),
 )
 
 
@@ -64,43 +64,82 @@ class Native:
         state: tuple[Tensor, Tensor],
     ) -> None:
         """See `Arithmetic`."""
+        parts = q[:, :, None].split([keys.nope.shape[2], keys.rope.shape[2]], dim=3)
+        self.attend_shared(parts, keys, visibility, chunk, scale, state)
+
+    def attend_shared(
+        self,
+        q: Sequence[Tensor],
+        keys: Keys,
+        visibility: Visibility,
+        chunk: KeyPositions,
+        scale: float,
+        state: tuple[Tensor, Tensor],
+    ) -> None:
+        """The same where S heads share their keys and values: they are one head, with S rows for each query.
+
+        q is `[H, Sq, S, P]` and `[H, Sq, S, R]`; state `[H, Sq * S, V]` and `[H, Sq * S]`. o may have the dtype of the
+        queries if this is the only chunk and each lse still -inf.
+        """
+        query_count, sharers = q[0].shape[1:3]
         if keys.rope.shape[2] > 1 and keys.rope.stride(2) != 1:
             keys = Keys(keys.nope, keys.rope.contiguous(), keys.v)
         offset = len(chunk)
         if visibility.causal_offset is not None and isinstance(chunk, range):  # then the kernel stops at the diagonal
             offset = visibility.causal_offset - chunk.start
             visibility = replace(visibility, causal_offset=None)
-        for queries, bias in _tiles(visibility, chunk, range(max(-offset, 0), q.shape[1])):
-            rows = slice(queries.start, queries.stop)
+        for queries, bias in _tiles(visibility, chunk, range(max(-offset, 0), query_count), sharers):
+            rows = slice(queries.start * sharers, queries.stop * sharers)
             own = state[0][:, rows], state[1][:, rows]
-            self._run(q[:, rows], keys, bias, offset + queries.start, scale, own)
+            some = [part[:, queries.start : queries.stop] for part in q]
+            self._run(some, keys, bias, offset + queries.start, scale, own)
 
     def _run(
-        self, q: Tensor, keys: Keys, bias: Tensor | None, offset: int, scale: float, state: tuple[Tensor, Tensor]
+        self,
+        q: Sequence[Tensor],
+        keys: Keys,
+        bias: Tensor | None,
+        offset: int,
+        scale: float,
+        state: tuple[Tensor, Tensor],
     ) -> None:
-        """bias `[1, H or 1, s or 1, C]`; query i sees keys up to i + offset."""
-        heads, query_count, _ = q.shape
+        """bias `[1, H * S or 1, s or 1, C]`; query i sees keys up to i + offset."""
+        (heads, query_count, sharers, _), (o, lse) = q[0].shape, state
         nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
-        bias_strides = (0, 0, 0) if bias is None else bias.expand(1, heads, query_count, v.shape[1]).stride()[1:]
+        by_head = by_query = by_key = 0
+        if bias is not None:
+            every = bias.expand(1, heads * sharers, query_count, v.shape[1])
+            by_head, by_query, by_key = every.stride()[1:]
+        whole = o.dtype != torch.float32
         self.kernel(
-            *(q, nope, rope, v, 0 if bias is None else bias.data_ptr(), *state),
-            *(heads, query_count, v.shape[1], nope.shape[2], rope.shape[2], v.shape[2]),
-            *(*q.stride()[:2], *nope.stride()[:2], *rope.stride()[:2], v.stride(0), v.stride(2), *bias_strides),
-            *(*state[0].stride()[:2], *state[1].stride()),
-            *(offset, scale, torch.get_num_threads()),
+            *(q[0], q[1], nope, rope, v, 0 if bias is None else bias.data_ptr(), o, lse),
+            *(heads, query_count * sharers, sharers, v.shape[1], nope.shape[2], rope.shape[2], v.shape[2]),
+            *(*q[0].stride()[:3], *q[1].stride()[:3], *nope.stride()[:2], *rope.stride()[:2], v.stride(0), v.stride(2)),
+            *(sharers * by_head, by_query, by_head, by_key, *o.stride()[:2], *lse.stride()),
+            *(offset, whole, scale, torch.get_num_threads()),
         )
 
 
-def _tiles(visibility: Visibility, chunk: KeyPositions, queries: range) -> Iterator[tuple[range, Tensor | None]]:
+def _tiles(
+    visibility: Visibility, chunk: KeyPositions, queries: range, sharers: int
+) -> Iterator[tuple[range, Tensor | None]]:
     """Tiles of queries, each with the mask's bias for it: all together where a mask is none or the same for all."""
     mask = visibility.mask
     if mask is None or (mask.shape[2] == 1 and visibility.causal_offset is None):
         if queries:
-            yield queries, visibility.bias(queries, chunk, torch.float32)
+            yield queries, _side_by_side(visibility.bias(queries, chunk, torch.float32), sharers)
         return
     for tile, bias in masked_tiles(visibility, chunk, queries, torch.float32):
-        # Those of several queries, to whose scores the kernel adds them at once, side by side.
-        yield tile, None if bias is None else bias.mT.contiguous().mT
+        yield tile, _side_by_side(bias, sharers)
+
+
+def _side_by_side(bias: Tensor | None, sharers: int) -> Tensor | None:
+    """The bias of the rows to whose scores the kernel adds it at once, side by side: of heads that share keys, or else
+    of queries."""
+    dim = 2 if sharers == 1 else 1
+    if bias is None or bias.shape[dim] == 1:
+        return bias
+    return bias.movedim(dim, 3).contiguous().movedim(3, dim)
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)

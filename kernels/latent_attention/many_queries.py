@@ -1,53 +1,47 @@
-"""Absorbed MLA of many bfloat16 queries in C++: to the kernel of expanded attention, latents are keys and values.
+"""Absorbed MLA of many queries in C++: to the kernel of expanded attention, latents are keys and values.
 
-    q     [H, Sq, L + R]
-    k, v  [H, C, L]          one copy for all heads: as keys with L last, as values with the keys last
+All heads share them, so that they are one head, of N rows for each query:
 
-Where a CPU multiplies pairs of bfloat16, this takes about half the time of the float32 products of `aten.py`.
+    q     [1, Sq, N, L], [1, Sq, N, R]
+    k, v  [1, C, L]          k the latents as they are, v a copy with the keys last
+
+Unlike the matrix products of `aten.py`, this skips keys that a causal limit or a mask hides from a few rows, and
+multiplies bfloat16 in pairs where a CPU does that, which takes half the time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..expanded_attention.chunks import HEADS, Keys, attend_heads, leveled, of_heads
+from ..expanded_attention.chunks import Keys, leveled
 from ..expanded_attention.native import KERNELS, Native
 from ..native import dtype_of_keys
-from ..visibility import KeyPositions, Visibility, take
+from ..visibility import Visibility, split, take
 from .arguments import LatentAttention
+from .cached import MOST_ROWS
 
-_FEWEST_QUERIES = 32
-"""Queries of each head from which its panels of queries are full."""
 _TOKENS = 4096
 """Keys at a time."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Keys and values that are the latents themselves, for a number of heads."""
-
-    heads: int
-    tokens: int
-    """The most tokens of a chunk."""
-
-    def expand(self, latent: Tensor, ropes: Tensor) -> Keys:
-        """Latents `[C, L]`, beside rope keys `[C, 1, R]`, as keys and values of every head."""
-        by_token, by_column = latent.contiguous(), latent.T.contiguous().T
-        nope, v = (part.expand(self.heads, -1, -1) for part in (by_token, by_column))
-        return Keys(nope, ropes.transpose(0, 1), v)
+_GAP = 64
+"""Bytes between the rows of values, a cache line: see `expanded_attention/chunks.py`."""
+_FEW_TOKENS = 128
+"""Keys below which matrix products are faster in float32, by up to a quarter, unless a causal limit hides some."""
+_FEWEST_QUERIES = 32
+"""Queries of each head from which pairs of bfloat16 are faster than anything else, whatever the number of heads."""
+_ROWS_OF_A_THREAD = 32
+"""The least number of rows (queries times heads) per thread that keeps all threads busy: a panel."""
 
 
 def are_many(x: LatentAttention) -> bool:
     """Whether these are queries that `attend_many` takes."""
-    dtype = x.q_latent.dtype
-    if dtype != torch.bfloat16 or x.q_latent.shape[1] < _FEWEST_QUERIES or not x.latent.shape[1]:
+    (_, query_count, heads, _), tokens, dtype = x.q_latent.shape, x.latent.shape[1], x.q_latent.dtype
+    fewest = _FEW_TOKENS if dtype == torch.float32 and x.causal_offset is None else 1
+    enough = query_count * heads > max(MOST_ROWS, _ROWS_OF_A_THREAD * torch.get_num_threads())
+    if tokens < fewest or not (enough or (dtype == torch.bfloat16 and query_count >= _FEWEST_QUERIES)):
         return False
     kernel = KERNELS.of(dtype)
-    return kernel is not None and dtype_of_keys(kernel, dtype) == dtype
+    return kernel is not None and (enough or dtype_of_keys(kernel, dtype) == dtype)
 
 
 def attend_many(x: LatentAttention) -> tuple[Tensor, Tensor]:
@@ -55,26 +49,48 @@ def attend_many(x: LatentAttention) -> tuple[Tensor, Tensor]:
     kernel = KERNELS.of(x.q_latent.dtype)
     assert kernel is not None
     arithmetic = Native(kernel, x.q_latent.dtype)
-    q, mask, level = leveled(torch.cat([x.q_latent, x.q_rope], -1), x.mask)
-    o = q.new_empty(x.q_latent.shape)  # `attend_heads` sums in float32
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    for b in range(q.shape[0]):
-
-        def load(keys: KeyPositions, dtype: torch.dtype, b: int = b) -> tuple[Tensor, Tensor]:
-            return take(x.latent[b], keys, 0).to(dtype), take(x.k_rope[b], keys, 0).to(dtype)[:, None]
-
+    q_latent, mask, level = leveled(x.q_latent, x.mask)
+    q_rope = x.q_rope if level is None else x.q_rope.masked_fill((level != 0)[..., None], 0.0)
+    # The kernel leaves rows alone that see no key.
+    all_see = mask is None and (x.causal_offset is None or x.causal_offset >= 0)
+    o = (torch.empty if all_see else torch.zeros)(q_latent.shape, dtype=q_latent.dtype)
+    lse = q_latent.new_full(q_latent.shape[:3], -torch.inf, dtype=torch.float32)
+    for b in range(q_latent.shape[0]):
         seen = mask if mask is None or mask.shape[0] == 1 else mask[b : b + 1]
         visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
-        for start in range(0, q.shape[2], HEADS):
-            group = slice(start, start + HEADS)
-            attend_heads(
-                q[b, :, group].transpose(0, 1),
-                load,
-                partial(Shared, min(HEADS, q.shape[2] - start)),
-                of_heads(visibility, group),
-                x.scale,
-                _TOKENS,
-                arithmetic,
-                out=(o[b, :, group].transpose(0, 1), lse[b, :, group].transpose(0, 1)),
-            )
+        _attend((q_latent[b], q_rope[b]), (x.latent[b], x.k_rope[b]), visibility, x.scale, arithmetic, (o[b], lse[b]))
     return o, lse if level is None else lse.add_(level)
+
+
+def _attend(
+    q: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    visibility: Visibility,
+    scale: float,
+    arithmetic: Native,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """One sequence: q `[Sq, N, L]`, `[Sq, N, R]`; cache `[T, L]`, `[T, R]`; out `[Sq, N, L]`, `[Sq, N]`, -inf."""
+    queries = [_dense(part)[None] for part in q]
+    o, lse = (part.flatten(0, 1)[None] for part in out)
+    positions = visibility.keys(range(q[0].shape[0]))
+    # Several chunks are summed in float32.
+    state = o if len(positions) <= _TOKENS or o.dtype == torch.float32 else torch.zeros(o.shape)
+    for keys in split(positions, _TOKENS):
+        latent, k_rope = (_dense(take(part, keys, 0).to(arithmetic.dtype)) for part in cache)
+        of_each = Keys(latent[None], k_rope[None], _columns(latent)[None])
+        arithmetic.attend_shared(queries, of_each, visibility, keys, scale, (state, lse))
+    if state is not o:
+        o.copy_(state)
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """The same rows with a last stride of 1."""
+    return rows if rows.shape[-1] < 2 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _columns(latent: Tensor) -> Tensor:
+    """A copy of latents `[C, L]` whose keys lie side by side."""
+    tokens, rank = latent.shape
+    memory = latent.new_empty(rank, tokens + _GAP // latent.itemsize)[:, :tokens]
+    return memory.copy_(latent.T).T

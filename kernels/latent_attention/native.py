@@ -3,8 +3,8 @@
 In compiled graphs, `dispatcher/latent_attention.h` does the same without this Python code.
 
 With 16 or 128 rows, the matrix products of `aten.py` are thin and far from what a core can do. Many queries go to
-`many_queries.py`, if it is faster, and everything else to `aten.py`: float64, many rows, keys that are not a range, no
-C++ compiler.
+`many_queries.py`, if it is faster, and everything else to `aten.py`: float64, many rows of few keys, keys that are not
+a range, no C++ compiler.
 """
 
 from __future__ import annotations

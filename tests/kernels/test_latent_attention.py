@@ -102,29 +102,47 @@ def test_chunks_of_keys_and_queries(monkeypatch, no_compiler, chunk, mask):
     assert_right(x.absorbed, case_of(sizes, mask), x.scale)
 
 
-# Queries that fill no panel, several with a rest, and more heads than are taken at a time.
+# More rows than the kernel of a few takes: panels of them end at a query, within one, and at a rest.
 MANY = {
-    "one panel": (2, 32, 40, 3, 24, 8, 4, 8),
-    "panels and a rest": (1, 83, 300, 4, 33, 8, 7, 8),
-    "more heads than at a time": (1, 33, 131, 19, 16, 8, 8, 8),
-    "no rope, more keys than at a time": (1, 40, 4200, 2, 18, 8, 0, 8),
-    "fewer queries than a panel": (1, 31, 90, 3, 24, 8, 4, 8),
+    "whole queries": (2, 32, 130, 16, 24, 8, 4, 8),
+    "parts of queries": (1, 83, 300, 5, 33, 8, 7, 8),
+    "more heads than rows of a panel": (1, 9, 131, 37, 16, 8, 8, 8),
+    "no rope, more keys than at a time": (1, 130, 4200, 2, 18, 8, 0, 8),
+    "one head": (2, 300, 310, 1, 24, 8, 4, 8),
 }
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", MANY.values(), ids=MANY)
-def test_many_queries_in_half_precision(sizes, mask, dtype):
-    assert_right_in_half(sizes, mask, dtype)
-
-
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the CPU multiplies no pairs of bfloat16")
-def test_many_queries_in_bfloat16_take_no_float32_products(monkeypatch):
-    x = make_inputs((1, 40, 90, 3, 24, 8, 4, 8), torch.bfloat16)
+def test_many_queries(monkeypatch, sizes, mask, dtype):
     monkeypatch.setattr(native, "attend_with_aten", None)
-    latent_attention(*x.absorbed, None, 50, x.scale)
+    if dtype == torch.float32:
+        x = make_inputs(sizes)
+        assert_right(x.absorbed, case_of(sizes, mask), x.scale)
+    else:
+        assert_right_in_half(sizes, mask, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_many_queries_of_any_strides(monkeypatch, dtype):
+    monkeypatch.setattr(native, "attend_with_aten", None)
+    x = make_inputs((2, 20, 130, 19, 24, 8, 8, 8), dtype)
+    expected = latent_attention(*x.absorbed, None, 110, x.scale)
+    for first, second in ((1, 2), (1, 3), (2, 3)):
+        queries = [q.transpose(first, second).contiguous().transpose(first, second) for q in x.absorbed[:2]]
+        keys = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x.absorbed[2:]]
+        for actual, wanted in zip(latent_attention(*queries, *keys, None, 110, x.scale), expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+def test_few_float32_keys_of_many_queries_are_left_to_matrix_products(monkeypatch):
+    x = make_inputs((1, 20, 127, 16, 24, 8, 4, 8))
+    monkeypatch.setattr(native, "attend_many", None)
+    assert_right(x.absorbed, (None, None), x.scale)
+    with pytest.raises(TypeError):
+        latent_attention(*x.absorbed, None, 107, x.scale)  # a causal limit hides some
 
 
 @pytest.mark.diagonal
@@ -186,7 +204,7 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize(("queries", "dtype"), [(1, torch.float32), (4, torch.float32), (40, torch.bfloat16)])
+@pytest.mark.parametrize(("queries", "dtype"), [(1, torch.float32), (4, torch.float32), (70, torch.bfloat16)])
 @pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
 def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, implementation, written, queries, dtype):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
