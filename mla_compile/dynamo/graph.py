@@ -71,7 +71,7 @@ def inline_regions(module: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _calls_of_regions(graph: fx.Graph) -> list[fx.Node]:
+def _calls_of_regions(graph: fx.Graph) -> list[Any]:
     return list(graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
 
 
