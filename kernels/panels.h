@@ -12,10 +12,10 @@ typedef std::conditional_t<std::is_same_v<Number, bf16>, bf16, float> Key;
 typedef float Key;
 #endif
 
-#if defined(__AVX512F__)
-constexpr int64_t ROWS_OF_A_TILE = 12;  // of keys or values: 24 of 32 registers accumulate
+#if defined(__AVX__) && !defined(__AVX512F__)
+constexpr int64_t ROWS_OF_A_TILE = 6;   // of keys or values: 12 of 16 registers accumulate
 #else
-constexpr int64_t ROWS_OF_A_TILE = 6;   // 12 of 16
+constexpr int64_t ROWS_OF_A_TILE = 12;  // 24 of 32
 #endif
 constexpr int64_t VECTORS = 2, PANEL = VECTORS * WIDTH;
 
