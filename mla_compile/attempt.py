@@ -34,7 +34,7 @@ from .options import Options
 from .parallel.replicated import with_replicated_heads
 from .passes.outcome import Outcome
 from .rewriting import failures_told, raise_strict, rewrite_graph
-from .saved import saved_with_kernels
+from .saved import registering, saved_with_kernels
 from .verify import VerifiedGraph, check_of_graph
 
 _AFTER_THE_SECOND_TRACE = ("use_joint_graph_passes", "freezing")
@@ -124,7 +124,7 @@ class Attempt:
         if inductor_config.freezing:
             compiled = compile_frozen(retraced, inputs, self.module, self.code, kwargs)
         else:
-            compiled = self.code(retraced, inputs, **kwargs)
+            compiled = registering(self.code)(retraced, inputs, **kwargs)
         if rewriting.original is None:
             return compiled
         return VerifiedGraph(compiled, [check_of_graph(rewriting.original, module, self.outcomes, own)])

@@ -36,7 +36,7 @@ from .dynamo.graph import copied, dtypes_on_cpu, inline_regions
 from .dynamo.seal import seal_with_parts
 from .errors import PassesError
 from .graph_log import is_observed, log_graph
-from .inductor.codegen import compile_graph, generated, recorded_or_measured
+from .inductor.codegen import compile_graph, generated, plain, recorded_or_measured
 from .inductor.gpu_kernels import kernels_of_training, packages_for
 from .inductor.interpreted import interpreted
 from .inductor.loop_splits import split_loops_evenly
@@ -46,7 +46,7 @@ from .options import Options
 from .passes.outcome import Outcome
 from .report import Report
 from .rewriting import failures_told, raise_strict
-from .saved import saved_with_kernels
+from .saved import registering, saved_with_kernels
 from .stored import ReportStore
 from .training.rewrite import rewrite_for_training
 from .verify import Verified
@@ -150,7 +150,10 @@ class Compilation:
         kernels = kernels_of_training(trained.module, self.options.kernels, recorded=recorded_or_measured())
         settings = self.settings | settings_of_loops(trained.module.graph)
         with own_artifacts(cache_tag(self.options, self.rates), self.lasts):
-            compiled = saved_with_kernels(compile_graph(trained.module, self.inputs, config_patches=settings))
+            compiled = compile_graph(
+                trained.module, self.inputs, inner_compile=registering(plain), config_patches=settings
+            )
+        compiled = saved_with_kernels(compiled)
         call = Verified(compiled, trained.checks) if trained.checks else compiled
         return Compiled(call, Report(outcomes, note, seconds, kernels))
 

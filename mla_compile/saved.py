@@ -1,4 +1,4 @@
-"""Compiled functions that users save (`aot_compile`) and load in another process (`load_compiled_function`).
+"""Compiled functions that are loaded in another process: by users (`aot_compile`), or by torch (`caching_precompile`).
 
 Their code calls our ops, and that process need not know of us: what torch pickles of them imports this module first.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+from torch._inductor.output_code import OutputCode
 
 import mla_compile.kernels.register  # noqa: F401  registers the kernels of the ops
 from mla_compile.kernels import compiled as cpp_kernels
@@ -30,6 +32,26 @@ def loaded(artifact: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
     """Return an artifact in a process where its code can run."""
     cpp_kernels.make_ready(dtypes)
     return artifact
+
+
+class Registration:
+    """A part of code that torch pickles by itself. To unpickle it is to import this module."""
+
+    def __reduce__(self) -> tuple[Callable[[], Registration], tuple[()]]:
+        return Registration, ()
+
+
+def registering(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's `compile` of graphs with our ops, which are registered wherever its code is unpickled."""
+
+    @wraps(compile)
+    def compiling(*arguments: Any, **kwargs: Any) -> Any:
+        code = compile(*arguments, **kwargs)
+        if isinstance(code, OutputCode):
+            code.registration = Registration()  # type: ignore[attr-defined]
+        return code
+
+    return compiling
 
 
 def saved_with_kernels(compiled: Callable[..., Any], dtypes: Iterable[torch.dtype] = ()) -> Callable[..., Any]:

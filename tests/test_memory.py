@@ -225,14 +225,17 @@ def test_a_window_that_is_none_matters_to_layers_that_slide(window, config, with
     assert read_sizes(config(**V3 | sliding | {"sliding_window": None})).layers == {HEADS: 61}
 
 
-@pytest.mark.parametrize("own", [[1], "x", {"a": {}}, {"0": 3}, {"61": {}}, {"-1": {}}], ids=repr)
+@pytest.mark.parametrize("own", [[1], "x", {"a": {}}, {"0": 3}, {"61": {}}, {"-1": {}}, {"1": {}, "01": {}}], ids=repr)
 def test_sizes_of_single_layers_are_objects_by_their_numbers(own, config, without_transformers):
     with pytest.raises(ConfigError, match=r"expected per_layer_config in .* to be (an object, found|objects by)"):
         read_sizes(config(**V3 | {"per_layer_config": own}))
 
 
-@pytest.mark.parametrize("own", [None, {}, {"0": {}, "60": {"kv_lora_rank": 64}}], ids=repr)
+@pytest.mark.parametrize(
+    "own", [None, {}, {"0": {}, "60": {"kv_lora_rank": 64}}, {"060": {"kv_lora_rank": 64}}], ids=repr
+)
 def test_sizes_of_single_layers(own, config, without_transformers):
+    """transformers pads their numbers with zeros."""
     others = {HEADS: 60, replace(HEADS, L=64): 1} if own else {HEADS: 61}
     assert read_sizes(config(**V3 | {"per_layer_config": own})).layers == others
 

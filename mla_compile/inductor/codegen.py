@@ -22,9 +22,14 @@ from .loops import settings_of_loops
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd and Inductor. Other arguments are those of Inductor's `compile_fx`."""
-    compiled: Any = compile_fx(module, list(inputs), **{"inner_compile": compile_fx_inner} | kwargs)
+    compiled: Any = compile_fx(module, list(inputs), **{"inner_compile": plain} | kwargs)
     assert callable(compiled)
     return compiled
+
+
+def plain(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """The code of a graph as it stands; arguments as for Inductor's `compile_fx_inner`."""
+    return compile_fx_inner(module, inputs, **kwargs)
 
 
 def generated(

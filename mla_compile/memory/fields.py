@@ -78,10 +78,10 @@ class Fields:
     def per_layer(self) -> list[Fields]:
         """The fields of each layer: those of the model, but what `per_layer_config` says of the layer by its number."""
         layers, own = self.layers(), self.part("per_layer_config").values
-        numbers = {str(i) for i in range(layers)}
-        if not all(str(i) in numbers and isinstance(values, dict) for i, values in own.items()):
+        overrides = {int(i): values for i, values in own.items() if str(i).isdecimal()}  # transformers pads: "02"
+        known = len(overrides) == len(own) and all(i in range(layers) for i in overrides)
+        if not known or not all(isinstance(values, dict) for values in overrides.values()):
             raise self.wrong("per_layer_config", f"objects by the numbers of layers, 0 to {layers - 1}")
-        overrides = {int(i): values for i, values in own.items()}
         return [Fields({**self.values, **overrides.get(i, {})}, self.file) for i in range(layers)]
 
     def with_values(self, values: Mapping[str, Any]) -> Fields:
