@@ -19,8 +19,8 @@ from .passes.outcome import SITE, Outcome
 ROUNDINGS = 16
 """The factor allowed over one rounding of the output's dtype plus the random walk of float32 sums; see `tolerance`.
 
-Each way rounds four times (queries or keys, weights, sums, output), by half a unit at most: four units for both. Four
-times that, because a score is rounded relative to its own size, and the weight is its exponential."""
+It is a margin, not a bound: a score is rounded relative to its own size, and its weight is an exponential, so that no
+factor holds for all inputs."""
 
 
 def tolerance(original: Tensor, shapes: dict[str, str]) -> float:

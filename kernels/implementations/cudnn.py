@@ -47,7 +47,7 @@ _BYTES = 128 << 20
 _ROWS = 128
 """Queries of a head in a program."""
 _PROCESSORS = 132
-"""An H100's and an H200's. Others have at most 160: near enough for a lower limit of heads at a time."""
+"""An H100's and an H200's, on which it was measured; the limit of heads at a time was not tried on others."""
 
 
 def _attend(module: Any, x: ExpandedAttention) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,32 @@ def test_many_queries(monkeypatch, sizes, mask, dtype):
         assert_right_in_half(sizes, mask, dtype)
 
 
+# Queries that fill no panel, several with a rest, and few rows.
+IN_HALF = {
+    "one panel": (2, 32, 40, 3, 24, 8, 4, 8),
+    "panels and a rest": (1, 83, 300, 4, 33, 8, 7, 8),
+    "more heads": (1, 33, 131, 19, 16, 8, 8, 8),
+    "no rope, more keys than at a time": (1, 40, 4200, 2, 18, 8, 0, 8),
+    "fewer queries than a panel": (1, 31, 90, 3, 24, 8, 4, 8),
+}
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", IN_HALF.values(), ids=IN_HALF)
+def test_many_queries_in_half_precision(sizes, mask, dtype):
+    assert_right_in_half(sizes, mask, dtype)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the CPU multiplies no pairs of bfloat16")
+def test_many_queries_of_few_rows_in_bfloat16_take_no_float32_products(monkeypatch):
+    x = make_inputs((1, 40, 90, 3, 24, 8, 4, 8), torch.bfloat16)
+    monkeypatch.setattr(native, "attend_with_aten", None)
+    monkeypatch.setattr(native, "attend", None)  # the kernel of few rows
+    latent_attention(*x.absorbed, None, 50, x.scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_many_queries_of_any_strides(monkeypatch, dtype):
     monkeypatch.setattr(native, "attend_with_aten", None)
@@ -204,7 +230,9 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize(("queries", "dtype"), [(1, torch.float32), (4, torch.float32), (70, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("queries", "dtype"), [(1, torch.float32), (4, torch.float32), (40, torch.bfloat16), (70, torch.bfloat16)]
+)
 @pytest.mark.parametrize("written", POISONED.values(), ids=POISONED)
 def test_keys_that_no_query_sees_may_hold_nan(monkeypatch, implementation, written, queries, dtype):
     monkeypatch.setattr(aten, "_CHUNK_ELEMENTS", 32 * 32)
