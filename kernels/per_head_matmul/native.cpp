@@ -16,6 +16,8 @@ typedef NUMBER Number;
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
 constexpr int64_t ROWS = 4;
 constexpr int64_t STREAMS = 4;  // lines read together: outputs are loaded and stored once for this many products
+// The most numbers of the weight that are asked for ahead: 8 KiB. Asking for more is no faster, or slower.
+constexpr int64_t MOST_AHEAD = (1 << 13) / sizeof(Number);
 
 // One head and `columns` of its outputs: x [rows, inner] and out [rows, columns] contiguous.
 struct Task {
@@ -47,11 +49,29 @@ inline void add_lines(const Task& t, int64_t i) {
         t.out[row * t.columns + c] += t.x[row * t.inner + i + s] * widened_one(weight[s * t.line + c]);
 }
 
+// Asks for lines from `i` on, all at once, so that they come from memory while those before them are added. This is one
+// loop because nested loops gain nothing, and is always inlined because GCC removes calls of functions that only prefetch.
+__attribute__((always_inline)) inline void ask_for(const Task& t, int64_t i, int64_t lines) {
+  constexpr int64_t STEP = 64 / sizeof(Number);  // a line of the CPU's cache
+  const int64_t steps = (t.columns + STEP - 1) / STEP;
+  if (lines * steps * STEP > MOST_AHEAD) return;
+  const Number* line = t.weight + i * t.line;
+  for (int64_t left = lines * steps, step = 0; left > 0; --left) {
+    __builtin_prefetch(line + step * STEP);
+    const bool ends = ++step == steps;
+    line += ends ? t.line : 0;
+    step = ends ? 0 : step;
+  }
+}
+
 template <int64_t R>
 void sum_lines(const Task& t) {
   for (int64_t row = 0; row < R; ++row) std::fill_n(t.out + row * t.columns, t.columns, 0.0f);
   int64_t i = 0;
-  for (; i + STREAMS <= t.inner; i += STREAMS) add_lines<R, STREAMS>(t, i);
+  for (; i + STREAMS <= t.inner; i += STREAMS) {
+    ask_for(t, i + STREAMS, std::min(STREAMS, t.inner - i - STREAMS));
+    add_lines<R, STREAMS>(t, i);
+  }
   for (; i < t.inner; ++i) add_lines<R, 1>(t, i);
 }
 
