@@ -85,11 +85,13 @@ struct Call {
   }
 };
 
-// Whether q_latent and q_rope `[B, Sq, N, .]` fit each other, and their `rows` a kernel.
-bool queries_fit(const Tensor& q_latent, const Tensor& q_rope, int64_t rows) {
-  return q_rope.sizes().slice(0, 3) == q_latent.sizes().slice(0, 3) && 0 < rows &&
-         (rows <= MOST_ROWS_OF_ATTENTION || alone());
+// Whether q_latent and q_rope `[., ., N, .]` fit each other.
+bool queries_fit(const Tensor& q_latent, const Tensor& q_rope) {
+  return q_rope.sizes().slice(0, 3) == q_latent.sizes().slice(0, 3);
 }
+
+// Whether the kernel takes so many rows of queries.
+bool are_few(int64_t rows) { return 0 < rows && (rows <= MOST_ROWS_OF_ATTENTION || alone()); }
 
 // Keys `[., ., .]`, copied if the kernel could not read them and there is no general implementation that could.
 Tensor readable(const Tensor& keys) {

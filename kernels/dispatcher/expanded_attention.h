@@ -47,6 +47,15 @@ struct Heads {
 // share them, else `[C, H, R]`, in a dtype.
 typedef std::function<std::pair<Tensor, Tensor>(Heads heads, int64_t first, int64_t count, at::ScalarType dtype)> Load;
 
+// Of latents `[T, L]` and rope keys `[T, R]` or `[T, N, R]`.
+Load loaded(const Tensor& latent, const Tensor& k_rope) {
+  return [latent, k_rope](Heads heads, int64_t first, int64_t count, at::ScalarType dtype) {
+    const Tensor rope = k_rope.narrow(0, first, count);
+    return std::pair(latent.narrow(0, first, count).to(dtype),
+                     (rope.dim() == 3 ? rope.narrow(1, heads.first, heads.count) : rope).to(dtype));
+  };
+}
+
 // What the queries of one sequence see: keys before `stop`, and of those query i sees keys up to i + offset.
 struct Seen {
   int64_t stop, offset, cut;
@@ -171,12 +180,8 @@ Attended expanded_attention(const Tensor& q, const Tensor& latent, const Tensor&
   }
   std::vector<Sequence> sequences;
   for (int64_t b = 0; b < q.size(0); ++b) {
-    const auto load = [&, b](Heads heads, int64_t first, int64_t count, at::ScalarType dtype) {
-      const Tensor rope = k_rope[b].narrow(0, first, count);
-      return std::pair(latent[b].narrow(0, first, count).to(dtype),
-                       (own_ropes ? rope.narrow(1, heads.first, heads.count) : rope).to(dtype));
-    };
-    sequences.push_back({b, q.size(1), Seen(q.size(1), latent.size(1), causal_offset), load});
+    sequences.push_back(
+        {b, q.size(1), Seen(q.size(1), latent.size(1), causal_offset), loaded(latent[b], k_rope[b])});
   }
   return attend_in_chunks(chunks, q, sequences, w_uk, w_uv, scale, workspace_tokens);
 }

@@ -1,4 +1,4 @@
-// `mla::latent_attention` for a few rows.
+// `mla::latent_attention` for a few rows, or for many without a mask.
 
 namespace {
 
@@ -15,11 +15,18 @@ Attended latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Te
   const bool ranks = q_latent.dim() == 4 && q_rope.dim() == 4 && latent.dim() == 3 && k_rope.dim() == 3;
   if (!ranks || !alike(q_latent, {q_rope, latent, k_rope})) return otherwise();
   LatentAttentionKernel* kernel = attention_kernel(q_latent, latent, k_rope);
+  const OfChunks chunks(q_latent.scalar_type());
   const int64_t batch = q_latent.size(0), queries = q_latent.size(1), tokens = latent.size(1);
-  const bool fits = latent.size(0) == batch && queries_fit(q_latent, q_rope, queries * q_latent.size(2)) &&
+  const bool fits = latent.size(0) == batch && queries_fit(q_latent, q_rope) &&
                     keys_fit(latent, k_rope, q_latent.size(3), q_rope.size(3)) &&
                     (!is_given(mask) || mask_fits(*mask, batch, q_latent.size(2), queries, tokens));
-  if (!kernel || !fits) return otherwise();
+  if (fits && !is_given(mask) && are_many(q_latent, tokens, causal_offset.has_value(), chunks)) {
+    std::vector<Sequence> sequences;
+    for (int64_t b = 0; b < batch; ++b)
+      sequences.push_back({b, queries, Seen(queries, tokens, causal_offset), loaded(latent[b], k_rope[b])});
+    return attend_many_queries(chunks, q_latent, q_rope, sequences, scale);
+  }
+  if (!kernel || !fits || !are_few(queries * q_latent.size(2))) return otherwise();
 
   const Visible visible = visible_to(mask, {{causal_offset, tokens}}, batch, queries);
   const Call call(kernel, q_latent, q_rope, queries, scale);

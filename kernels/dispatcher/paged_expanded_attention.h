@@ -2,49 +2,6 @@
 
 namespace {
 
-// The numbers of latents `[count, .]`, each in an element of its own.
-Tensor one_by_one(const Tensor& latent) {
-  if (latent.scalar_type() != at::kByte) return latent;
-  const Tensor numbers = at::empty({latent.size(0), 2 * latent.size(1)}, at::kChar);
-  const Tensor dense = latent.contiguous();
-  const uint8_t* from = dense.const_data_ptr<uint8_t>();
-  int8_t* to = numbers.mutable_data_ptr<int8_t>();
-  for (int64_t i = 0; i < latent.numel(); ++i) {
-    to[2 * i] = (from[i] & 15) - 8;
-    to[2 * i + 1] = (from[i] >> 4) - 8;
-  }
-  return numbers;
-}
-
-// The keys of one sequence in pages; `table` is the sequence's row of page numbers.
-struct PagedKeys {
-  const Tensor &latent, &k_rope;
-  Tensor scales;  // none, or `[pages, page_size, groups]`
-  const int64_t* table;
-
-  std::pair<Tensor, Tensor> load(int64_t first, int64_t count, at::ScalarType dtype) const {
-    const int64_t page_size = latent.size(1);
-    const Tensor page = at::empty({count}, at::kLong), row = at::empty({count}, at::kLong);
-    for (int64_t i = 0; i < count; ++i) {
-      page.mutable_data_ptr<int64_t>()[i] = table[(first + i) / page_size];
-      row.mutable_data_ptr<int64_t>()[i] = (first + i) % page_size;
-    }
-    // Indexing does not support FP8, so the same memory is indexed as bytes.
-    const auto some = [&](const Tensor& pages) {
-      const bool fp8 = pages.scalar_type() == at::kFloat8_e4m3fn;
-      const Tensor taken = at::index(fp8 ? pages.view(at::kByte) : pages, {page, row});
-      return fp8 ? taken.view(at::kFloat8_e4m3fn) : taken;
-    };
-    if (!scales.defined()) return {some(latent).to(dtype), some(k_rope).to(dtype)};
-    // Scales are float32; multiplying in float32 rounds the result only once.
-    const Tensor by = some(scales), rope = some(k_rope).to(at::kFloat);
-    const Tensor numbers = one_by_one(some(latent)).to(at::kFloat);
-    const Tensor grouped = numbers.view({count, by.size(1), -1}) * by.unsqueeze(2);
-    return {grouped.view(numbers.sizes()).to(dtype),
-            (k_rope.scalar_type() == latent.scalar_type() ? rope * by : rope).to(dtype)};
-  }
-};
-
 Attended paged_expanded_attention(const Tensor& q, const Tensor& latent_pages, const Tensor& rope_pages,
                                   const Tensor& block_table, const Tensor& seq_lens, const Tensor& w_uk,
                                   const Tensor& w_uv, bool causal, double scale, int64_t workspace_tokens,
@@ -90,10 +47,7 @@ Attended paged_expanded_attention(const Tensor& q, const Tensor& latent_pages, c
     if (causal)
       offset = is_given(first_positions) ? Integers(*first_positions)[b * first_positions->stride(0)]
                                          : lengths[b] - queries[b];
-    const auto load = [keys](Heads, int64_t first, int64_t count, at::ScalarType dtype) {
-      return keys.load(first, count, dtype);
-    };
-    sequences.push_back({b, queries[b], Seen(queries[b], lengths[b], offset), load});
+    sequences.push_back({b, queries[b], Seen(queries[b], lengths[b], offset), keys.loaded()});
   }
   return attend_in_chunks(chunks, q, sequences, w_uk, w_uv, scale, workspace_tokens);
 }

@@ -1,28 +1,6 @@
-// `mla::paged_latent_attention` for a few rows.
+// `mla::paged_latent_attention` for a few rows, or for many without a mask.
 
 namespace {
-
-// The pages in use by each sequence, int64 `[B, columns]`, and the lengths. False if a length or a page is invalid.
-bool table_of(const Tensor& block_table, const Tensor& seq_lens, int64_t page_size, int64_t pages,
-              std::vector<int64_t>& lengths, std::vector<int64_t>& table, int64_t& columns) {
-  const Integers given(block_table), counts(seq_lens);
-  const int64_t batch = block_table.size(0);
-  columns = 1;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t length = counts[b * seq_lens.stride(0)], used = (length + page_size - 1) / page_size;
-    if (length < 0 || used > block_table.size(1)) return false;
-    lengths.push_back(length);
-    columns = std::max(columns, used);
-  }
-  table.resize(batch * columns);
-  for (int64_t b = 0; b < batch; ++b)
-    for (int64_t i = 0; i < (lengths[b] + page_size - 1) / page_size; ++i) {
-      const int64_t page = given[b * block_table.stride(0) + i * block_table.stride(1)];
-      if (page < 0 || page >= pages) return false;
-      table[b * columns + i] = page;
-    }
-  return true;
-}
 
 // The stride of keys in pages `[pages, page_size, .]`, of all keys if they can be numbered throughout; else none.
 std::optional<int64_t> stride_of_keys(const Tensor& pages) {
@@ -52,10 +30,6 @@ std::vector<int64_t> numbers_of(const Visible& visible, const int64_t* table, in
   return numbers;
 }
 
-bool count_fits(const Tensor& tensor, int64_t batch) {
-  return tensor.dim() == 1 && tensor.size(0) == batch && Integers::fit(tensor);
-}
-
 Attended paged_latent_attention(const Tensor& q_latent, const Tensor& q_rope, const Tensor& given_latent_pages,
                                 const Tensor& given_rope_pages, const Tensor& block_table, const Tensor& seq_lens,
                                 bool causal, double scale, const std::optional<Tensor>& latent_scales,
@@ -79,19 +53,32 @@ Attended paged_latent_attention(const Tensor& q_latent, const Tensor& q_rope, co
                       (!is_given(first_positions) || count_fits(*first_positions, batch)) &&
                       split_tokens.value_or(1) > 0;
   const bool fits = counts && batch > 0 && page_size > 0 &&
-                    queries_fit(q_latent, q_rope, queries * q_latent.size(2)) &&
+                    queries_fit(q_latent, q_rope) &&
                     keys_fit(latent_pages, rope_pages, q_latent.size(3), q_rope.size(3)) &&
                     dtypes_fit(q_latent, latent_pages, rope_pages, latent_scales);
   std::vector<int64_t> lengths, table;
   int64_t columns;
-  if (!kernel || !fits ||
-      !table_of(block_table, seq_lens, page_size, latent_pages.size(0), lengths, table, columns))
+  if (!fits || !table_of(block_table, seq_lens, page_size, latent_pages.size(0), lengths, table, columns))
     return otherwise();
   const Tensor scales = scales_of(latent_scales, latent_pages);
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  const auto limit_of = [&](int64_t b) -> std::optional<int64_t> {
+    if (!causal) return std::nullopt;
+    if (!is_given(first_positions)) return lengths[b] - queries;
+    return Integers(*first_positions)[b * first_positions->stride(0)];
+  };
+  if (const OfChunks chunks(q_latent.scalar_type()); !is_given(mask) && are_many(q_latent, longest, causal, chunks)) {
+    std::vector<Sequence> sequences;
+    for (int64_t b = 0; b < batch; ++b) {
+      const PagedKeys keys{latent_pages, rope_pages, scales, table.data() + b * columns};
+      sequences.push_back({b, queries, Seen(queries, lengths[b], limit_of(b)), keys.loaded()});
+    }
+    return attend_many_queries(chunks, q_latent, q_rope, sequences, scale);
+  }
+  if (!kernel || !are_few(queries * q_latent.size(2))) return otherwise();
   const auto of_latents = stride_of_keys(latent_pages), of_ropes = stride_of_keys(rope_pages);
   const auto of_scales = scales.defined() ? stride_of_keys(scales) : 0;
   if (is_given(mask)) {
-    const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
     const bool covers = mask->dim() == 4 && (mask->size(3) == 1 || mask->size(3) >= longest) &&
                         mask_fits(*mask, batch, q_latent.size(2), queries, mask->size(3));
     if (!covers || !of_latents || !of_ropes || !of_scales) return otherwise();
@@ -102,11 +89,7 @@ Attended paged_latent_attention(const Tensor& q_latent, const Tensor& q_rope, co
   const int64_t together = split_tokens ? 1 : batch;
   for (int64_t first = 0; first < batch; first += together) {
     Limits limits;
-    for (int64_t b = first; b < first + together; ++b) {
-      const int64_t start = is_given(first_positions) ? Integers(*first_positions)[b * first_positions->stride(0)]
-                                                      : lengths[b] - queries;
-      limits.push_back({causal ? std::optional(start) : std::nullopt, lengths[b]});
-    }
+    for (int64_t b = first; b < first + together; ++b) limits.push_back({limit_of(b), lengths[b]});
     const Tensor own = !is_given(mask) || mask->size(0) == 1 ? mask.value_or(Tensor())
                                                              : mask->narrow(0, first, together);
     const Visible visible = visible_to(own, limits, together, queries);

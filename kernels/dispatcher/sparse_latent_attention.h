@@ -44,7 +44,7 @@ Attended sparse_latent_attention(const Tensor& q_latent, const Tensor& q_rope, c
   const int64_t batch = q_latent.size(0), queries = q_latent.size(1), tokens = latent.size(1);
   const bool fits = latent.size(0) == batch && indices.sizes().slice(0, 2) == q_latent.sizes().slice(0, 2) &&
                     Integers::fit(indices) && batch * queries > 0 && tokens > 0 &&
-                    queries_fit(q_latent, q_rope, q_latent.size(2)) &&
+                    queries_fit(q_latent, q_rope) && are_few(q_latent.size(2)) &&
                     keys_fit(latent, k_rope, q_latent.size(3), q_rope.size(3)) &&
                     dtypes_fit(q_latent, latent, k_rope, latent_scales) &&
                     (!is_given(mask) ||

@@ -90,11 +90,9 @@ def test_an_adapter_is_switched_while_the_model_is_compiled(kind, calls):
     module = Combined()
     adapter = adapt(module, "kv_b_proj", kind=kind, names=("one", "other"))["kv_b_proj"]
     compiled, found = torch.compile(module, backend="mla"), []
-    # With DoRA, the second adapter adds to what the first made of three terms, three times: more than a sum keeps.
-    two = {"paths": ("unchanged",)} if kind is WithMagnitudes else {}
 
-    def look(**expected) -> None:
-        assert_right(module, compiled, calls=calls, **expected)
+    def look() -> None:
+        assert_right(module, compiled, calls=calls)
         found.append(run(compiled, module, torch.float32, calls)[-1])
 
     look()
@@ -104,10 +102,10 @@ def test_an_adapter_is_switched_while_the_model_is_compiled(kind, calls):
     adapter.active = ["other"]
     look()
     adapter.active = ["one", "other"]
-    look(**two)
+    look()
     with torch.no_grad():  # other numbers in place, as an optimizer or a loader of adapters writes them
         adapter.lora_B["one"].weight.mul_(-3.0)
-    look(**two)
+    look()
     adapter.active = ["one"]
     look()
     assert all(not torch.allclose(a, b, rtol=1e-3) for i, a in enumerate(found) for b in found[:i])

@@ -98,7 +98,7 @@ def no_python(monkeypatch, dispatched):
     def called(*arguments):
         raise AssertionError("the general implementation was called")
 
-    monkeypatch.setattr(latent_native, "_cached", called)
+    monkeypatch.setattr(latent_native, "are_many", called)
     monkeypatch.setattr(matmul_native, "_suits", called)
     monkeypatch.setattr(expanded_native, "attend_in_chunks", called)
     for module in (paged_native, sparse_native):

@@ -15,6 +15,8 @@ from mla_compile.kernels import dispatcher, native
 from mla_compile.kernels.expanded_attention import chunks, expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.latent_attention import latent_attention_reference
+from mla_compile.kernels.latent_attention.arguments import LatentAttention
+from mla_compile.kernels.latent_attention.many_queries import attend_many
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention import paged_expanded_attention_reference
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
@@ -55,11 +57,46 @@ def test_a_decode_step_runs_no_python(no_python, sizes, mask, threads, dtype):
         assert (lse == -torch.inf).all()
 
 
+NO_MASK = ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"]
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", NO_MASK)
+@pytest.mark.parametrize(
+    "sizes", [(2, 70, 131, 5, 33, 8, 7, 8), (1, 33, 4099, 9, 16, 8, 4, 8), (1, 3, 300, 128, 8, 4, 0, 4)]
+)
+def test_many_queries_without_a_mask_run_no_python(no_python, sizes, mask, dtype):
+    """The numbers are those of `many_queries.py`, for queries and keys of any strides."""
+    x, case = make_inputs(sizes, dtype), case_of(sizes, mask)
+    for tensors in (x.absorbed, tuple(map(in_another_order, x.absorbed))):
+        arguments = *tensors, *case, x.scale
+        o, lse = torch.ops.mla.latent_attention(*arguments)
+        again = attend_many(LatentAttention(*arguments))
+        assert (o.is_contiguous(), torch.equal(o, again[0]), torch.equal(lse, again[1])) == (True, True, True)
+        assert_right((o, lse), latent_attention_reference, arguments, merges=sizes[2] // 4096)
+
+
+def in_another_order(tensor):
+    """The same numbers with the first two dims exchanged in memory, and room between rows."""
+    spread = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype).transpose(0, 1)
+    return spread.contiguous().transpose(0, 1)[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def test_few_float32_keys_of_many_queries_are_left_to_python(no_python):
+    """Matrix products are faster, unless a causal limit hides keys."""
+    x = make_inputs((1, 100, 100, 5, 16, 8, 4, 8))
+    torch.ops.mla.latent_attention(*x.absorbed, None, 0, x.scale)
+    with pytest.raises(AssertionError, match="the general implementation was called"):
+        torch.ops.mla.latent_attention(*x.absorbed, None, None, x.scale)
+
+
 TENSORS = [name for name, (tensor, _) in masks(1, 1, 1, 1).items() if tensor is not None]
 PAGES = {
     "decode": ([290, 0, 33, 2], (1, 4, 64, 32), 16),
     "several tokens": ([70, 5, 33], (3, 5, 33, 7), 7),
     "no rope": ([12], (2, 3, 16, 0), 64),
+    "many queries": ([300, 0, 33, 70], (40, 7, 33, 9), 16),
 }
 
 
@@ -97,8 +134,10 @@ def test_a_decode_step_over_pages_runs_no_python(no_python, case, causal, more, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("groups", "rope_too", "coded"), CODED)
-def test_a_decode_step_over_pages_in_few_bits_runs_no_python(no_python, groups, rope_too, coded, dtype):
-    arguments, scales = quantised(x := make_paged([150, 0, 33], (2, 3, 72, 8), 16, dtype), groups, rope_too, coded)
+@pytest.mark.parametrize("queries", [2, 90])
+def test_a_decode_step_over_pages_in_few_bits_runs_no_python(no_python, queries, groups, rope_too, coded, dtype):
+    x = make_paged([150, 0, 33], (queries, 3, 72, 8), 16, dtype)
+    arguments, scales = quantised(x, groups, rope_too, coded)
     arguments = *arguments, True, x.scale
     results = torch.ops.mla.paged_latent_attention(*arguments, scales)
     assert_right(results, paged_latent_attention_reference, arguments, latent_scales=scales)
@@ -164,7 +203,7 @@ def test_named_keys_run_no_python(no_python, mask, causal_offset, uniform, dtype
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("workspace_tokens", [1, 32, 1000])
-@pytest.mark.parametrize("mask", ["none", "causal", "causal, first queries see nothing", "causal, last keys unseen"])
+@pytest.mark.parametrize("mask", NO_MASK)
 @pytest.mark.parametrize(
     "sizes", [(2, 33, 81, 3, 11, 7, 5, 9), (1, 40, 40, 18, 16, 8, 0, 16), (1, 0, 3, 2, 4, 4, 4, 4)]
 )

@@ -127,6 +127,7 @@ def test_every_op_runs_without_python(library, tmp_path):
     calls = [
         ("latent_attention", (*few, None, 37, 0.2)),
         ("latent_attention", (*many, None, 10, 0.2)),
+        ("latent_attention", (*many, None, None, 0.2)),
         ("latent_attention", (*few, hiding, 37, 0.2)),
         ("latent_attention", (*few, adding, None, 0.2)),
         ("latent_attention", (*few[:2], *spread, None, None, 0.2)),
