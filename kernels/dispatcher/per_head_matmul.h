@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS_OF_MATMUL = 4, MOST_ROWS_ALONE = 32;
+constexpr int64_t MOST_ROWS_OF_MATMUL = 16, MOST_ROWS_ALONE = 32;
 
 std::array<std::atomic<PerHeadMatmulKernel*>, DTYPES> per_head_matmul_kernels;
 

@@ -14,16 +14,17 @@ from torch import Tensor
 from ...cpu_products import has_products
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import NUMBER, TYPES, VECTOR, Kernels
+from ..native import NUMBER, PAIRS, TYPES, VECTOR, Kernels
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
-_MOST_ROWS = 4
-"""Queries of all sequences up to which reading the weight, not the arithmetic, takes the time."""
+_MOST_ROWS = 16
+"""Queries of all sequences up to which this is faster than a library's product."""
 _MOST_ROWS_ALONE = 32
 """The same where no library multiplies matrices of the dtype, so that the alternative is a product in float32."""
+_OWN = ("call.h", "task.h", "floats.h", "line_pairs.h", "native.cpp")
 KERNELS = Kernels(
-    (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
+    (VECTOR, NUMBER, PAIRS, *(Path(__file__).with_name(name) for name in _OWN)),
     ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10,
 )
 
