@@ -13,7 +13,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from ..algebra.sizes import same
 from .shapes import size_of
@@ -39,6 +40,18 @@ def no_guards(environment: ShapeEnv | None) -> Iterator[None]:
         yield
     finally:
         del vars(environment)["_check_frozen"]
+
+
+def declared_ranges(environment: ShapeEnv | None) -> dict[sympy.Symbol, ValueRanges]:
+    """The ranges that a user declared for sizes of inputs by `mark_dynamic(tensor, dim, min=, max=)`: torch refuses a
+    graph with a guard that narrows one."""
+    found: dict[sympy.Symbol, ValueRanges] = {}
+    for tracked in getattr(environment, "tracked_fakes", None) or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
+            if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+                found |= dict.fromkeys(size.node.expr.free_symbols, constraint.vr)
+    return found
 
 
 def known_by_guard(size: int | torch.SymInt) -> int | None:

@@ -63,10 +63,8 @@ def by_cost(setting: Setting, site: Site, meaning: Meaning, candidates: Candidat
     path.refuse(path.as_taken(site), asked=False)
     if setting.ranges is not None:
         return Choice(candidates.plan(path), why)
-    unbacked = set[sympy.Symbol]().union(*map(unbacked_in, conditions))
-    if unbacked:  # nothing can guard what only a run knows
-        why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unbacked, key=str))}"
-        conditions = tuple(condition for condition in conditions if not condition.free_symbols & unbacked)
+    if unguarded := setting.unguarded(conditions):
+        why += f", taking {', '.join(f'{s} for {hint[s]}' for s in sorted(unguarded, key=str))}"
     return Choice(candidates.plan(path), why, setting.guard((*conditions, *candidates.conditions)))
 
 

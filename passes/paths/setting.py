@@ -13,6 +13,8 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from mla_compile.cost import Device
 
+from ..nodes.guards import declared_ranges
+from ..nodes.shapes import unbacked_in
 from . import all as every
 from .agreement import NO_AGREEMENT, Agreement
 
@@ -49,9 +51,21 @@ class Setting:
         """Whether conditions `a >= b` or `a <= b` provably hold for all sizes: without ranges, they become guards."""
         return self.ranges is None or all(_holds(condition, self.ranges) for condition in conditions)
 
+    def unguarded(self, conditions: Iterable[Relational]) -> set[sympy.Symbol]:
+        """Symbols that conditions depend on and that cannot be guarded: of what only a run knows, and those whose
+        range, which the user declared, a guard would narrow."""
+        found, declared = set[sympy.Symbol](), declared_ranges(self.environment)
+        for condition in conditions:
+            found |= unbacked_in(condition)
+            own = declared.keys() & condition.free_symbols
+            if own and self.environment and not _holds(condition, {**self.environment.var_to_range, **declared}):
+                found |= own
+        return found
+
     def guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:
-        """Add guards for the conditions that depend on symbols, and return them as text."""
-        guarded = [condition for condition in conditions if condition.free_symbols]
+        """Add guards for the conditions that depend on symbols and can be guarded, and return them as text."""
+        conditions = tuple(conditions)
+        guarded = [c for c in conditions if c.free_symbols and not c.free_symbols & self.unguarded([c])]
         for condition in guarded:
             assert self.environment is not None
             holds = bool(torch.SymBool(_guarded(self.environment, condition)))
