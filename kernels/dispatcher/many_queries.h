@@ -4,11 +4,11 @@
 namespace {
 
 constexpr int64_t KEYS_AT_A_TIME = 4096;
-constexpr int64_t FEWEST_KEYS = 128;       // below, matrix products are faster in float32, unless a limit hides keys
+constexpr int64_t FEWEST_KEYS = 128;      // below, matrix products are faster in float32, unless a limit hides keys
 constexpr int64_t ROWS_OF_A_THREAD = 32;  // at least so many rows per thread keep all threads busy
 
-// Whether queries `[B, Sq, N, .]` of so many keys are faster so than by the kernel for a few rows, and by what the
-// general implementation has for them.
+// Whether this is faster for queries `[B, Sq, N, .]` of so many keys than the kernel for a few rows, and than the general
+// implementation.
 bool are_many(const Tensor& q, int64_t tokens, bool limited, const OfChunks& chunks) {
   const int64_t rows = q.size(1) * q.size(2);
   const bool enough = rows > std::max(MOST_ROWS_OF_ATTENTION, ROWS_OF_A_THREAD * at::get_num_threads());

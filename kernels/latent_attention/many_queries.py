@@ -6,7 +6,8 @@ All heads share them, so that they are one head, of N rows for each query:
     k, v  [1, C, L]          k the latents as they are, v a copy with the keys last
 
 Unlike the matrix products of `aten.py`, this skips keys that a causal limit or a mask hides from a few rows, and
-multiplies bfloat16 in pairs where a CPU does that, which takes half the time.
+multiplies bfloat16 in pairs where a CPU does that, which takes half the time. In compiled graphs without a mask,
+`dispatcher/many_queries.h` does the same without this Python code.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class Setting:
     def guard(self, conditions: Iterable[Relational]) -> tuple[str, ...]:
         """Add guards for the conditions that depend on symbols and can be guarded, and return them as text."""
         conditions = tuple(conditions)
-        guarded = [c for c in conditions if c.free_symbols and not c.free_symbols & self.unguarded([c])]
+        left = self.unguarded(conditions)
+        guarded = [c for c in conditions if c.free_symbols and not c.free_symbols & left]
         for condition in guarded:
             assert self.environment is not None
             holds = bool(torch.SymBool(_guarded(self.environment, condition)))
