@@ -141,9 +141,9 @@ def test_a_reader_that_reads_nothing_ends_a_command_quietly():
 
 
 def test_a_reader_that_reads_a_line_ends_a_command_quietly():
-    """Of more than a pipe holds."""
+    """Of 163 KB, more than a pipe holds."""
     rates = "--memory 1GiB --bandwidth 1TB/s --flops 1T --link 1GB/s,1us"
-    command = [sys.executable, "-m", "mla_compile.cli", *f"layout {TINY} --gpus 64 --batch 64 --json {rates}".split()]
+    command = [sys.executable, "-m", "mla_compile.cli", *f"layout {TINY} --gpus 1024 --batch 64 --json {rates}".split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"{\n"
         running.stdout.close()
