@@ -300,7 +300,7 @@ def test_what_chunks_of_pages_refuse_is_named(dispatched):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_few_rows_run_no_python(no_python, dtype, rows, transposed):
     x, weight = torch.randn(1, rows, 3, 20, dtype=dtype)[..., 4:], torch.randn(3, 16, 24, dtype=dtype)
