@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
+from sympy.core.function import Application
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -65,7 +66,8 @@ def _equal(environment: ShapeEnv) -> _Equal:
 
 def _with_equation(equation: sympy.Eq, environment: ShapeEnv, found: _Equal) -> _Equal:
     """What is known with one more equation, solved for its last symbol whose factor is 1 or -1; if there is none, as
-    in `a // 2 * 2 == a`, for a side of it, if the other one is a symbol or a number."""
+    in `a // 2 * 4 == 4`, for a quotient or another function of symbols; or for a side of it, as in `a // 2 * 2 == a`,
+    if the other one is a symbol or a number."""
     left, right = (_replaced(environment.replace(side), found) for side in (equation.lhs, equation.rhs))
     difference = sympy.expand(left - right)
     for symbol in sorted(difference.free_symbols, key=str, reverse=True):
@@ -73,6 +75,11 @@ def _with_equation(equation: sympy.Eq, environment: ShapeEnv, found: _Equal) -> 
         solution = sympy.expand(symbol - difference / factor) if factor in (1, -1) else symbol
         if symbol not in solution.free_symbols:
             return _with(symbol, solution, found)
+    for term in sympy.Add.make_args(difference):
+        factor, function = term.as_coeff_Mul()
+        other = quotient(term - difference, factor) if isinstance(function, Application) else None
+        if other is not None and not sympy.sympify(other).has(function):
+            return _with(function, sympy.sympify(other), found)
     for whole, of in ((left, right), (right, left)):
         if not whole.is_Atom and of.is_Atom:
             return _with(whole, of, found)

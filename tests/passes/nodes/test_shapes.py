@@ -77,6 +77,18 @@ def test_an_expression_is_known_where_its_symbols_are_not():
         assert size_of(size) == size.node.expr
 
 
+def test_an_expression_is_known_by_a_sum_with_it():
+    a, b, c = three_sizes()
+    assert a // 8 + 1 == 2  # a guard, as of pages for one more token
+    assert size_of(a // 8) == 1
+    assert size_of(4 * (a // 8) + 4) == 8
+    assert 6 * (b // 8) + 6 == 12  # a guard
+    assert size_of(b // 8) == 1
+    assert 2 * (c // 4) + 3 * (c // 3) == 10  # a guard that gives neither quotient
+    assert not same(size_of(c // 4), 2)
+    assert not same(size_of(c // 3), 2)
+
+
 def test_an_expression_that_may_be_a_size_is_another():
     a, b, _ = three_sizes()
     assert sym_or(a // 3 == 2, a // 3 == b)  # a guard
