@@ -86,21 +86,21 @@ def numbers_of(words, INT8: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def load_queries(base, offsets, exists, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     """Load queries, and return them with what undoes the power of two of each row, `[ROWS]` in float32."""
-    HALF: tl.constexpr = GROUP // 2
     ROWS: tl.constexpr = offsets.shape[0]
     top = tl.zeros([ROWS], tl.float32)
     loaded = ()
-    for i in tl.static_range(2 * GROUPS):
-        columns = i // 2 * GROUP + i % 2 + 2 * tl.arange(0, HALF)
-        part = tl.load(base + (offsets[:, None] + columns[None, :]), mask=exists[:, None], other=0).to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(part), 1))
-        loaded += (part,)
+    for g in tl.static_range(GROUPS):
+        columns = g * GROUP + tl.arange(0, GROUP)
+        of_group = tl.load(base + (offsets[:, None] + columns[None, :]), mask=exists[:, None], other=0)
+        top = tl.maximum(top, tl.max(tl.abs(of_group.to(tl.float32)), 1))
+        even, odd = tl.split(tl.reshape(of_group, (ROWS, GROUP // 2, 2)))
+        loaded += (even, odd)
     # The power that brings the greatest magnitude of a row to [2^14, 2^15), as the exponent of a float32.
     exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 15)
     power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     queries = ()
     for i in tl.static_range(2 * GROUPS):
-        queries += ((loaded[i] * power[:, None]).to(tl.float16),)
+        queries += ((loaded[i].to(tl.float32) * power[:, None]).to(tl.float16),)
     return queries, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 

@@ -48,7 +48,7 @@ L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
 
 QUICK = ("append", "merge", "named keys")
-STACK = {("packed", 16): 40}
+STACK = {("packed", 16): 40, ("packed", 128): 24}
 """By kind of pages and number of heads, bytes of stack that are written before the loop and read after it."""
 
 
