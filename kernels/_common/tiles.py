@@ -73,6 +73,9 @@ _FLOAT32 = Tiles(16, 16, 8, 2)
 """Products of float32 do not use the matrix units, and take twice the memory."""
 _SUMS = 128
 """The most registers of a thread, of 255, for sums: more would leave too few for scores and addresses."""
+_TENSOR_COLUMNS = 512
+"""The float32 columns of sm_100's tensor memory, which has the sums and the scores of 64 rows. If it has no room for
+them, Triton compiles a kernel that stops the GPU."""
 
 
 def power_of_two(size: int) -> int:
@@ -179,17 +182,25 @@ def shrunk(tiles: Tiles, fits: Callable[[Tiles], bool]) -> Tiles:
 
 
 def fits(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> bool:
-    """Whether what a program holds fits into shared memory, and its sums into the threads' registers."""
-    sums = tiles.rows * sum(columns(rank))
+    """Whether what a program holds fits into shared memory, and its sums into the threads' registers and, where
+    products have 64 rows on sm_100, into tensor memory."""
+    width = sum(columns(rank))
+    in_tensor_memory = family(machine) == "sm_100" and _is_of_warp_groups(machine, tiles)
     return (
-        _shared_bytes(machine, tiles, rank, rope, itemsize) <= machine.shared_bytes and sums <= _SUMS * 32 * tiles.warps
+        _shared_bytes(machine, tiles, rank, rope, itemsize) <= machine.shared_bytes
+        and tiles.rows * width <= _SUMS * 32 * tiles.warps
+        and not (in_tensor_memory and width + tiles.keys > _TENSOR_COLUMNS)
     )
+
+
+def _is_of_warp_groups(machine: Machine, tiles: Tiles) -> bool:
+    """Whether products are Hopper's or sm_100's of 64 rows, which read keys from shared memory."""
+    return family(machine) in ("sm_90", "sm_100") and tiles.rows >= 64
 
 
 def _shared_bytes(machine: Machine, tiles: Tiles, rank: int, rope: int, itemsize: int) -> int:
     """Bytes of the queries, of the tiles of keys held at a time and of the weights of one tile."""
     row = sum(columns(rank)) + (power_of_two(rope) if rope else 0)
-    # Hopper's product of 64 rows reads its keys from shared memory while the next are loaded: one more tile.
-    several = family(machine) == "sm_90" and tiles.rows >= 64
-    buffers = tiles.stages if several else max(tiles.stages - 1, 1)
+    # Products of 64 rows read their keys from shared memory while the next are loaded: one more tile.
+    buffers = tiles.stages if _is_of_warp_groups(machine, tiles) else max(tiles.stages - 1, 1)
     return ((tiles.rows + tiles.keys * buffers) * row + tiles.rows * tiles.keys) * itemsize

@@ -259,3 +259,12 @@ def test_the_mode_turns_tuning_on(monkeypatch, mode, expected):
     compiled = torch.compile(lambda x: x * 2 + 1, backend="mla", mode=mode)
     assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
     assert bool(entered) == expected
+
+
+def test_candidates_for_blackwell():
+    """Sums of 64 rows go to tensor memory, which has 512 columns."""
+    machine = Machine("sm_100", 148)
+    for rank, keys in ((512, ()), (384, (16, 32, 64, 128)), (256, (16, 32, 64, 128))):
+        found = [of for of in (16, 32, 64, 128) if fits(machine, Tiles(64, of, 8, 1), rank, 64, 2)]
+        assert found == list(keys)
+    assert fits(machine, Tiles(32, 32, 8, 3), 512, 64, 2)  # sums in registers
