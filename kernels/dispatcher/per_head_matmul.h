@@ -18,7 +18,9 @@ Tensor per_head_matmul(const Tensor& x, const Tensor& weight) {
     if (!has_products(x.scalar_type()))
       return per_head_matmul(x.to(at::kFloat), weight.to(at::kFloat)).to(x.scalar_type());
     const Tensor by_head = x.reshape({rows, x.size(2), x.size(3)}).transpose(0, 1);
-    return at::bmm(by_head, weight).transpose(0, 1).contiguous().view({x.size(0), x.size(1), x.size(2), -1});
+    const bool may_have_gaps = x.element_size() == 2 && weight.stride(1) == 1;  // see kernels/per_head_matmul/aten.py
+    const Tensor dense = may_have_gaps ? weight.mT().contiguous().mT() : weight;
+    return at::bmm(by_head, dense).transpose(0, 1).contiguous().view({x.size(0), x.size(1), x.size(2), -1});
   }
   if (!kernel || !suits) {
     static const auto op = general<Tensor(const Tensor&, const Tensor&)>("mla::per_head_matmul_general");

@@ -49,6 +49,21 @@ def test_the_native_kernel(monkeypatch, heads, inner, outer, rows, threads, inne
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_library_is_given_no_transposed_matrices_with_gaps_between_them(monkeypatch, dtype):
+    """It would write out the transpose of each."""
+    given, bmm = [], torch.bmm
+    monkeypatch.setattr(aten, "has_products", lambda _: True)
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out: given.append(b) or bmm(a, b, out=out))
+    both = torch.randn(3, 15, 32, dtype=dtype)
+    x, weight = torch.randn(2, 20, 3, 32, dtype=dtype), both[:, 8:].mT
+    out = aten.per_head_matmul_aten(x, weight)
+    assert given[0].mT.is_contiguous()
+    torch.testing.assert_close(out, bmm(x.flatten(0, 1).transpose(0, 1), weight).transpose(0, 1).view(2, 20, 3, 7))
+    aten.per_head_matmul_aten(out, weight.mT)
+    assert given[1].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_without_a_librarys_products(monkeypatch, dtype):
     """More rows than the kernel takes: a product in float32, rounded once."""
     monkeypatch.setattr(aten, "has_products", lambda dtype: dtype.itemsize > 2)
