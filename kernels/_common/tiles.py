@@ -75,7 +75,7 @@ _SUMS = 128
 """The most registers of a thread, of 255, for sums: more would leave too few for scores and addresses."""
 _TENSOR_COLUMNS = 512
 """The float32 columns of sm_100's tensor memory, which has the sums and the scores of 64 rows. If it has no room for
-them, Triton compiles a kernel that stops the GPU."""
+them, what Triton compiles is a trap."""
 
 
 def power_of_two(size: int) -> int:
