@@ -19,6 +19,7 @@ from ..masks.meaning import Meaning
 from ..mla.site import Site
 from ..nodes.refusal import Refusal
 from .carriers import Carrier, MaskAndOffset
+from .chunked import refuse_ropes_of_queries
 from .one_op import OneOp
 from .operands import Operands
 
@@ -34,8 +35,9 @@ class InTraining(OneOp):
     may_be_asked = False
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse packed sequences too, and numbers that replace scores beside others that are added: in a row where all
-        scores are as low, only some may have lost their gradients."""
+        """Refuse packed sequences too; rope keys of each query, which make it a sequence of its own, for which all keys
+        would be up-projected; and numbers that replace scores beside others that are added: in a row where all scores
+        are as low, only some may have lost their gradients."""
         super().refuse(site, asked=asked)
         if site.attention.packed is not None:
             reason = (
@@ -47,6 +49,7 @@ class InTraining(OneOp):
                 reason,
                 "call scaled_dot_product_attention with a mask of the pairs that belong to the same sequence",
             )
+        refuse_ropes_of_queries(site, {*site.batch} - site.latent.axes)
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
             reason = "expected masks that either replace scores by a finite number or add to them, found both"
             raise Refusal(site.node, reason, "fill with -math.inf, or add both masks")
