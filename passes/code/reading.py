@@ -73,8 +73,9 @@ def realizer(values: Sequence[Any]) -> Realize:
                 continue
             left = value - _evaluate(rest, others) if rest != 0 else value
             return left // factor if factor != 1 else left
-        if (settled := _settled(symbol, values)) is not None:
-            return settled
+        written = _written_for(symbol, values)
+        if written is not None and not written.free_symbols & {symbol, *solving}:
+            return _evaluate(written, {other: solve(other, (*solving, symbol)) for other in written.free_symbols})
         raise Unaligned(f"no tensor at hand tells the size {symbol}")
 
     return realize
@@ -226,18 +227,21 @@ def tellers(node: fx.Node, symbols: set[sympy.Symbol]) -> list[fx.Node]:
                     found[symbol] = [earlier, *(t for other in parts[1].free_symbols for t in found[other])]
                     told = True
     values = [earlier.meta.get("val") for earlier in node.graph.nodes] if symbols - found.keys() else []
-    if missing := {symbol for symbol in symbols - found.keys() if _settled(symbol, values) is None}:
+    written = {symbol: _written_for(symbol, values) for symbol in symbols - found.keys()}
+    if missing := {symbol for symbol, of in written.items() if of is None or not of.free_symbols <= found.keys()}:
         raise Unaligned(f"nothing in the graph tells the sizes {sorted(map(str, missing))}")
+    found |= {s: [t for other in of.free_symbols for t in found[other]] for s, of in written.items() if of is not None}
     return list(dict.fromkeys(teller for symbol in sorted(symbols & found.keys(), key=str) for teller in found[symbol]))
 
 
-def _settled(symbol: sympy.Symbol, values: Sequence[Any]) -> int | None:
-    """The value of a symbol if guards leave only one, which torch then writes in place of the symbol; else None."""
+def _written_for(symbol: sympy.Symbol, values: Sequence[Any]) -> sympy.Expr | None:
+    """What torch writes in place of a symbol since a guard, such as one of what was rewritten before, told it: a number
+    or an expression of other symbols. None if there is nothing."""
     mode = torch._guards.detect_fake_mode(values)
     if mode is None or mode.shape_env is None:
         return None
-    value = mode.shape_env.replace(symbol)
-    return int(value) if value.is_Integer else None
+    written: sympy.Expr = mode.shape_env.replace(symbol)
+    return None if written == symbol else written
 
 
 def _told_by(size: Any) -> Iterator[sympy.Expr]:

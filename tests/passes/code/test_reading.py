@@ -63,6 +63,22 @@ def test_a_size_to_which_guards_left_one_value() -> None:
     assert tellers(graph.output(None), {symbol}) == []
 
 
+def test_a_size_in_whose_place_torch_writes_another_since_a_guard() -> None:
+    """As the guards do that rewriting an earlier site adds."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    tensors = [mode.from_tensor(torch.zeros(5), symbolic_context=context) for _ in range(2)]
+    symbols = [tensor.shape[0].node.expr for tensor in tensors]
+    assert tensors[0].shape[0] == tensors[1].shape[0]
+    assert [tensor.shape[0].node.expr for tensor in tensors] in ([symbols[0]] * 2, [symbols[1]] * 2)
+    graph = fx.Graph()
+    graph.placeholder("x").meta["val"] = tensors[0]
+    node = graph.output(None)
+    for symbol in symbols:
+        assert [teller.name for teller in tellers(node, {symbol})] == ["x"]
+        assert realizer([tensors[0]])(2 * symbol).node.expr == 2 * tensors[0].shape[0].node.expr
+
+
 def test_sizes_that_nothing_tells(sizes) -> None:
     a, b = sizes
     with pytest.raises(Unaligned, match="no tensor at hand tells the size"):
