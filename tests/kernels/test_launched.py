@@ -48,8 +48,10 @@ L, R, PAGES, PAGE_SIZE = 512, 64, 4, 64
 SOME = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]
 
 QUICK = ("append", "merge", "named keys")
-STACK = {("packed", 16): 40, ("packed", 128): 24}
+STACK = {("packed", 16): 40}
 """By kind of pages and number of heads, bytes of stack that are written before the loop and read after it."""
+STACK_ON = {("sm_100", "packed", 128): 24}
+"""The same on one architecture alone."""
 
 
 def cache(kind):
@@ -95,7 +97,7 @@ def test_decode_loads_whole_words_and_leaves_nothing_on_the_stack(arch, heads, k
     record = compile_launch(arch, launches[0])
     assert launches[0].kernel == "attend_latents"
     stack, in_loop = SPILLED
-    assert_clean(record, arch, max(stack, STACK.get((kind, heads), 0)), in_loop)
+    assert_clean(record, arch, max(stack, STACK.get((kind, heads), 0), STACK_ON.get((arch, kind, heads), 0)), in_loop)
     assert narrow(record) == []
     if (arch, heads, kind) == ("sm_90", 128, "rows"):
         assert_each_score_once_and_no_wait_between(record)
