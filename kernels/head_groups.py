@@ -30,7 +30,8 @@ class Group:
 
     q `[b, Sq, H, P + R]`, ropes `[b, T, 1 or H, R]`, do and o `[b, Sq, H, V]`, of any strides but 1 in the last dim;
     lse and d_lse `[b, Sq, H]`; of_keys `[b, T, Lk]` and of_values `[b, T, Lv]`, the latents of keys and of values;
-    w_uk `[H, P, Lk]`, w_uv `[H, V, Lv]`.
+    w_uk `[H, P, Lk]`, w_uv `[H, V, Lv]`. d_mask, in float32, has the shape of the mask, and is None where no gradient
+    of it is wanted.
     """
 
     q: Tensor
@@ -40,6 +41,7 @@ class Group:
     w_uk: Tensor
     w_uv: Tensor
     mask: Tensor | None
+    d_mask: Tensor | None
     do: Tensor
     o: Tensor
     lse: Tensor
@@ -49,8 +51,8 @@ class Group:
 
 
 Kernel = Callable[[Group, Tensor, bool], tuple[Tensor, Tensor, Tensor] | None]
-"""Fills dq `[b, Sq, H, P + R]` of a group and returns dk, d_rope and dv, of any strides; or None in their place where
-the flag says that these are not wanted."""
+"""Fills dq `[b, Sq, H, P + R]` of a group, adds to its d_mask and returns dk, d_rope and dv, of any strides; or None in
+their place where the flag says that these are not wanted."""
 Groups = Callable[[Attended, int], Iterator[tuple[slice, slice]]]
 """From a problem and the number of keys to the sequences and heads taken at a time."""
 Fewest = Callable[[int, int], int]
@@ -59,7 +61,7 @@ Fewest = Callable[[int, int], int]
 
 def attend_backward_in_groups(x: Attended, kernel: Kernel, groups: Groups) -> list[Tensor]:
     """The wanted gradients, each in the dtype of its operand; there are up-projections of keys and of values."""
-    want, names = Wanted(*x.wanted), ("q", "latent", "k_rope", "w_uk", "w_uv")
+    want, names = Wanted(*x.wanted), ("q", "latent", "k_rope", "w_uk", "w_uv", "mask")
     totals = {name: _zeros(getattr(x, name)) for name in names[1:] if getattr(want, name)}
     totals["q"] = x.q.new_zeros(x.q.shape)  # kernels write it, and it needs no sums
     tokens = causal_stop(x.causal_offset, range(x.q.shape[1]), x.latent.shape[1])
@@ -69,7 +71,8 @@ def attend_backward_in_groups(x: Attended, kernel: Kernel, groups: Groups) -> li
     seen = replace(x, q=q, grad_o=do, o=o, latent=x.latent[:, :tokens], k_rope=ropes[:, :tokens])
     for part in groups(x, tokens) if x.lse.numel() and tokens else ():
         _add_group(seen, part, totals, kernel)
-    return [totals[name].to(x.q.dtype) for name in names if getattr(want, name)]
+    dtypes = {"mask": None if x.mask is None else x.mask.dtype}  # the others may have been cast
+    return [totals[name].to(dtypes.get(name) or x.q.dtype) for name in names if getattr(want, name)]
 
 
 def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor], kernel: Kernel) -> None:
@@ -78,7 +81,7 @@ def _add_group(x: Attended, part: tuple[slice, slice], totals: dict[str, Tensor]
     Only keys that some query may see are among those of `x`, whose rope keys are `[B, T, 1 or N, R]`.
     """
     some, heads = part
-    group = _group_of(x, some, heads)
+    group = _group_of(x, some, heads, totals.get("mask"))
     found = kernel(group, totals["q"][some, :, heads], totals.keys() != {"q"})
     if totals.keys() == {"q"}:
         return
@@ -117,7 +120,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _group_of(x: Attended, some: slice, heads: slice) -> Group:
+def _group_of(x: Attended, some: slice, heads: slice, d_mask: Tensor | None) -> Group:
     assert x.w_uk is not None
     assert x.w_uv is not None
     tokens, mask = x.latent.shape[1], part_of(x.mask, some, heads)
@@ -134,6 +137,7 @@ def _group_of(x: Attended, some: slice, heads: slice) -> Group:
         x.w_uk[heads],
         x.w_uv[heads],
         mask,
+        part_of(d_mask, some, heads),
         x.grad_o[some, :, heads],
         x.o[some, :, heads],
         x.lse[some, :, heads],

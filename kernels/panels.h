@@ -163,6 +163,61 @@ inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take t
   multiply<std::initializer_list<Factors>>(parts, count, take);
 }
 
+// Whether the numbers that are added to the scores of some rows hide all of `count` keys; row r has them at `row(r)`.
+template <typename Row>
+inline bool hide_all(int64_t rows, int64_t count, Row row) {
+  const float* last = nullptr;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* numbers = row(r);
+    if (numbers == last) continue;  // rows that share them
+    last = numbers;
+    bool seen = false;
+    for (int64_t k = 0; k < count; ++k) seen |= numbers[k] != -INFINITY;
+    if (seen) return false;
+  }
+  return true;
+}
+
+// Adds `count` numbers of each row, up to PANEL of them, to [count, PANEL], where rows lie in the lanes.
+template <typename Row>
+inline void add_rows(int64_t rows, int64_t count, Row row, float* to) {
+  for (int64_t lane = 0; lane < rows; lane += WIDTH) {
+    const int64_t together = std::min(rows - lane, WIDTH);
+    const float* from[WIDTH];
+    for (int64_t r = 0; r < together; ++r) from[r] = row(lane + r);
+    for (int64_t first = 0; first < count; first += WIDTH) {
+      const int64_t some = std::min(count - first, WIDTH);
+      vec columns[WIDTH];
+      load_columns(together, columns, [&](int64_t r) {
+        if (some == WIDTH) return load(from[r] + first);
+        vec numbers = {};
+        std::memcpy(&numbers, from[r] + first, some * sizeof(float));
+        return numbers;
+      });
+      float* place = to + first * PANEL + lane;
+      for (int64_t k = 0; k < some; ++k, place += PANEL) store(place, load(place) + columns[k]);
+    }
+  }
+}
+
+// Adds [count, PANEL] to rows of `count` numbers, up to PANEL of them.
+template <typename Row>
+inline void add_to_rows(int64_t rows, int64_t count, const float* from, Row row) {
+  for (int64_t lane = 0; lane < rows; lane += WIDTH)
+    for (int64_t first = 0; first < count; first += WIDTH) {
+      const int64_t some = std::min(count - first, WIDTH);
+      vec lines[WIDTH];
+      load_columns(some, lines, [&](int64_t k) { return load(from + (first + k) * PANEL + lane); });
+      for (int64_t r = 0; r < std::min(rows - lane, WIDTH); ++r) {
+        float* to = row(lane + r) + first;
+        vec sum = {};
+        std::memcpy(&sum, to, some * sizeof(float));
+        sum += lines[r];
+        std::memcpy(to, &sum, some * sizeof(float));
+      }
+    }
+}
+
 }  // namespace
 
 extern "C" const int64_t bytes_of_a_key = sizeof(Key);

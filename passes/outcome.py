@@ -28,8 +28,8 @@ class Outcome:
     run may decide, it may also be `absorbed or chunked`. `shapes` maps the words `B, Sq, T, N, L, P, R, V` to sizes
     as text (symbolic sizes as expressions). `guards` are the inequalities between symbolic sizes under which the path
     was chosen. `mask` says what hides keys from queries: `none`, or `sequences`, `causal`, `lengths`, `window`,
-    `padding`, `top-k`, `tensor` (an arbitrary tensor) and `own ropes` (which hide nothing: they are added to scores),
-    joined by ` + `.
+    `padding`, `top-k`, `tensor` (an arbitrary tensor), `own ropes` and `keys of queries` (which hide nothing: they are
+    added to scores), joined by ` + `.
 
     An unchanged attention has no `shapes` and no `mask`. Its `remedy` says what would get it rewritten, if anything
     would, and its `trail` lists the lines of source from the attention back to where the trace stopped. `hint` says

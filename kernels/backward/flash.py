@@ -16,14 +16,17 @@ _MASKED_QUERIES = 256
 
 
 def takes_flash(q: Tensor, mask: Tensor | None, lse: Tensor) -> bool:
-    """Whether CPU flash attention's backward, which relies on the forward's lse, gives what a softmax would.
+    """Whether CPU flash attention's backward, which relies on the forward's lse, gives what a softmax would."""
+    return q.is_cpu and q.dtype != torch.float64 and q.numel() != 0 and carries_scores(lse, mask, q.dtype)
+
+
+def carries_scores(lse: Tensor, mask: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the lse of each row tells the weights of its scores.
 
     It does not for rows that a finite mask value hides from every key: their lse is rounded to about that value and no
     longer carries the scores.
     """
-    if not q.is_cpu or q.dtype == torch.float64 or q.numel() == 0:
-        return False
-    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lost_in_ops(q.dtype)) & lse.isfinite()).any())
+    return mask is None or mask.dtype == torch.bool or not bool(((lse <= lost_in_ops(dtype)) & lse.isfinite()).any())
 
 
 def by_flash_attention(rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,14 +5,16 @@
 //     lse    [heads, queries]    of the scores; +inf in a row that sees no key
 //     mean   [heads, queries]    sum(d_o * o) minus the gradient of lse: the weighted mean of a row's d_weights
 //     mask   [heads, queries, keys] of bytes, 0 hides; or null
+//     bias   [heads, queries, keys] of floats, added to the scores: -inf hides; or null
 //     dq, dk, d_rope, dv         like q, k, k_rope (each head its own) and v
+//     d_bias [heads, queries, keys], added to; or null
 //
 // of some sequences, with any strides, but 1 in the last dim (of which the mask has its own).
 //
 // Query i sees keys up to i + offset. Of each head:
 //
-//     weights = exp(scale q k - lse),  d_scores = scale weights (d_o v - mean)
-//     dv = weights^T d_o,  dk = d_scores^T q,  dq = d_scores k
+//     weights = exp(scale q k + bias - lse),  d_scores = weights (d_o v - mean)
+//     dv = weights^T d_o,  dk = scale d_scores^T q,  dq = scale d_scores k,  d_bias = d_scores
 //
 // A task is a head of a sequence. It goes through its keys, BLOCK at a time, and for each block through the panels of queries that see
 // some of it, TOGETHER at a time. Scores and d_weights are [keys, PANEL], with queries in vector lanes, which is also
@@ -41,16 +43,25 @@ struct Problem {
   const Key *k, *k_rope, *v;
   const float *lse, *mean;
   const uint8_t* mask;
+  const float* bias;
+  float* d_bias;
   Number* dq;
   Key *dk, *d_rope, *dv;
   int64_t sequences, heads, queries, keys, nope, rope, value;
-  Strides of_q, of_do, of_k, of_rope, of_v, of_rows, of_mask, of_dq, of_dk, of_d_rope, of_dv;
+  Strides of_q, of_do, of_k, of_rope, of_v, of_rows, of_mask, of_bias, of_d_bias, of_dq, of_dk, of_d_rope, of_dv;
   int64_t mask_key, offset;
   float scale;
 
   int64_t width() const { return nope + rope; }
   int64_t panels() const { return (queries + PANEL - 1) / PANEL; }
+  int64_t queries_of(int64_t panel) const { return std::min(queries - panel * PANEL, PANEL); }
 };
+
+// Of queries from the first of a panel on: their numbers for keys from `key` on.
+template <typename Numbers>
+auto rows_from(Numbers* numbers, Strides strides, Head head, int64_t panel, int64_t key) {
+  return [=](int64_t row) { return numbers + strides.at(head, panel * PANEL + row) + key; };
+}
 
 // A matrix of queries of one head, packed for both kinds of products.
 class Queries {
@@ -141,11 +152,12 @@ void load_head(const Problem& p, Head head, Workspace& w) {
 }
 
 // Whether a query of a panel sees a key of a block.
-bool sees(const Problem& p, Head head, int64_t first, int64_t key, int64_t count) {
-  const int64_t last = std::min(first + PANEL, p.queries);
-  if (last - 1 + p.offset < key) return false;
+bool sees(const Problem& p, Head head, int64_t panel, int64_t key, int64_t count) {
+  const int64_t first = panel * PANEL, rows = p.queries_of(panel);
+  if (first + rows - 1 + p.offset < key) return false;
+  if (p.bias) return !hide_all(rows, count, rows_from(p.bias, p.of_bias, head, panel, key));
   if (!p.mask) return true;
-  for (int64_t row = first; row < last; ++row)
+  for (int64_t row = first; row < first + rows; ++row)
     for (int64_t k = key; k < key + count; ++k)
       if (p.mask[p.of_mask.at(head, row) + k * p.mask_key]) return true;
   return false;
@@ -173,18 +185,22 @@ void score(const Problem& p, Head head, int64_t panel, int64_t key, int64_t coun
   const Lane *nope = w.q.lanes(panel), *rope = nope + Panel::lines(p.nope) * PANEL;
   multiply({{p.k + p.of_k.at(head, key), p.of_k.row, p.nope, nope},
             {p.k_rope + p.of_rope.at(head, key), p.of_rope.row, p.rope, rope}},
-           count, [&](int64_t at, vec sum) { store(weights + at, sum); });
+           count, [&](int64_t at, vec sum) { store(weights + at, sum * p.scale); });
+  if (p.bias)
+    add_rows(p.queries_of(panel), count, rows_from(p.bias, p.of_bias, head, panel, key), weights);
   multiply({{p.v + p.of_v.at(head, key), p.of_v.row, p.value, w.d_o.lanes(panel)}}, count,
            [&](int64_t at, vec sum) { store(d_scores + at, sum); });
   for (int64_t v = 0; v < PANEL; v += WIDTH) {
     const vec lse = load(w.lse.data() + panel * PANEL + v), mean = load(w.mean.data() + panel * PANEL + v);
     for (int64_t at = v; at < count * PANEL; at += PANEL) {
-      const vec weight = exp_of_nonpositive(load(weights + at) * p.scale - lse);
+      const vec weight = exp_of_nonpositive(load(weights + at) - lse);
       store(weights + at, weight);
-      store(d_scores + at, weight * (load(d_scores + at) - mean) * p.scale);
+      store(d_scores + at, weight * (load(d_scores + at) - mean));
     }
   }
   hide(p, head, panel * PANEL, key, count, weights, d_scores);
+  if (p.d_bias)
+    add_to_rows(p.queries_of(panel), count, d_scores, rows_from(p.d_bias, p.of_d_bias, head, panel, key));
 }
 
 // Adds the products of rows [count, PANEL queries] of some panels and the queries themselves to `to` [BLOCK, columns].
@@ -238,7 +254,7 @@ void attend(const Problem& p, Head head, Workspace& w) {
     std::fill(w.dv.begin(), w.dv.end(), 0.0f);
     panels.clear();
     for (int64_t panel = 0; panel < p.panels(); ++panel) {
-      if (sees(p, head, panel * PANEL, key, count)) panels.push_back(panel);
+      if (sees(p, head, panel, key, count)) panels.push_back(panel);
       if (panels.size() == TOGETHER || (panel + 1 == p.panels() && !panels.empty())) {
         add_block(p, head, panels, key, count, w);
         panels.clear();
@@ -246,8 +262,8 @@ void attend(const Problem& p, Head head, Workspace& w) {
     }
     for (int64_t k = 0; k < count; ++k) {
       const float *dk = w.dk.data() + k * w.q.chunks * PANEL, *dv = w.dv.data() + k * w.d_o.chunks * PANEL;
-      convert(dk, p.nope, 1.0f, p.dk + p.of_dk.at(head, key + k));
-      convert(dk + p.nope, p.rope, 1.0f, p.d_rope + p.of_d_rope.at(head, key + k));
+      convert(dk, p.nope, p.scale, p.dk + p.of_dk.at(head, key + k));
+      convert(dk + p.nope, p.rope, p.scale, p.d_rope + p.of_d_rope.at(head, key + k));
       convert(dv, p.value, 1.0f, p.dv + p.of_dv.at(head, key + k));
     }
   }
@@ -255,7 +271,7 @@ void attend(const Problem& p, Head head, Workspace& w) {
   for (int64_t i = 0; i < p.queries; ++i) {
     const float* dq = w.dq_of(p, i / PANEL) + i % PANEL;
     for (int64_t c = 0; c < p.width(); ++c) row[c] = dq[c * PANEL];
-    convert(row.data(), p.width(), 1.0f, p.dq + p.of_dq.at(head, i));
+    convert(row.data(), p.width(), p.scale, p.dq + p.of_dq.at(head, i));
   }
 }
 
@@ -265,17 +281,19 @@ void attend(const Problem& p, Head head, Workspace& w) {
 #define OF(name) {name##_sequence, name##_head, name##_row}
 
 extern "C" void kernel(const void* q, const void* d_o, const void* k, const void* k_rope, const void* v,
-                       const float* lse, const float* mean, uintptr_t mask, void* dq, void* dk, void* d_rope, void* dv,
-                       int64_t sequences, int64_t heads, int64_t queries, int64_t keys, int64_t nope, int64_t rope,
-                       int64_t value, STRIDES(q), STRIDES(do), STRIDES(k), STRIDES(rope), STRIDES(v), STRIDES(rows),
-                       STRIDES(mask), STRIDES(dq), STRIDES(dk), STRIDES(d_rope), STRIDES(dv), int64_t mask_key,
-                       int64_t offset, float scale, int64_t threads) {
+                       const float* lse, const float* mean, uintptr_t mask, uintptr_t bias, uintptr_t d_bias,
+                       void* dq, void* dk, void* d_rope, void* dv, int64_t sequences, int64_t heads, int64_t queries,
+                       int64_t keys, int64_t nope, int64_t rope, int64_t value, STRIDES(q), STRIDES(do), STRIDES(k),
+                       STRIDES(rope), STRIDES(v), STRIDES(rows), STRIDES(mask), STRIDES(bias), STRIDES(d_bias),
+                       STRIDES(dq), STRIDES(dk), STRIDES(d_rope), STRIDES(dv), int64_t mask_key, int64_t offset,
+                       float scale, int64_t threads) {
   const Problem p{static_cast<const Number*>(q), static_cast<const Number*>(d_o), static_cast<const Key*>(k),
                   static_cast<const Key*>(k_rope), static_cast<const Key*>(v), lse, mean,
-                  reinterpret_cast<const uint8_t*>(mask), static_cast<Number*>(dq), static_cast<Key*>(dk),
+                  reinterpret_cast<const uint8_t*>(mask), reinterpret_cast<const float*>(bias),
+                  reinterpret_cast<float*>(d_bias), static_cast<Number*>(dq), static_cast<Key*>(dk),
                   static_cast<Key*>(d_rope), static_cast<Key*>(dv), sequences, heads, queries, keys, nope, rope, value,
-                  OF(q), OF(do), OF(k), OF(rope), OF(v), OF(rows), OF(mask), OF(dq), OF(dk), OF(d_rope), OF(dv),
-                  mask_key, offset, scale};
+                  OF(q), OF(do), OF(k), OF(rope), OF(v), OF(rows), OF(mask), OF(bias), OF(d_bias), OF(dq), OF(dk),
+                  OF(d_rope), OF(dv), mask_key, offset, scale};
 #pragma omp parallel num_threads(threads)
   {
     Workspace workspace(p);

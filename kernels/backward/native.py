@@ -2,8 +2,8 @@
 
 There is a product for each sequence, so that its gradients are the same bits in any batch. Keys, values and their
 gradients have the dtype of `panels.h`: bfloat16 for bfloat16 queries where the CPU multiplies pairs of them, else
-float32. ATen operations take over for float64, for masks of numbers, for keys or values that are the latent itself, and
-without a C++ compiler.
+float32. ATen operations take over for float64, for keys or values that are the latent itself, and without a C++
+compiler; for sequences of which a finite number hides all keys from some query, between the products.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ from ..attended import Attended
 from ..even import even
 from ..head_groups import Group, attend_backward_in_groups
 from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
+from ..visibility import Visibility
 from .aten import attend_backward, heads_at_a_time
+from .flash import carries_scores
+from .products import by_products
+from .rows import Rows
 
 KERNELS = Kernels(
     (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, Path(__file__).with_name("native.cpp")),
     (
         *("const void*",) * 5,
         *("const float*",) * 2,
-        "uintptr_t",
+        *("uintptr_t",) * 3,
         *("void*",) * 4,
-        *("int64_t",) * 42,
+        *("int64_t",) * 48,
         "float",
         "int64_t",
     ),
 )
 _QUERIES = 4096
 """Queries at a time: each thread packs those of a head twice, and sums their gradients in float32."""
+_SCORES = 1 << 22
+"""The most gradients of scores kept until they are summed over the dims that a mask broadcasts: 16 MiB in float32."""
 
 
 def attend_backward_on_cpu(x: Attended) -> list[Tensor]:
     """The wanted gradients, each in the dtype of its operand."""
-    of_numbers = x.mask is not None and x.mask.dtype != torch.bool
-    if x.w_uk is None or x.w_uv is None or of_numbers or not x.q.numel():
+    if x.w_uk is None or x.w_uv is None or not x.q.numel():
         return attend_backward(x)
     kernel = KERNELS.of(x.q.dtype)
     if kernel is None:
@@ -48,7 +53,8 @@ def attend_backward_on_cpu(x: Attended) -> list[Tensor]:
     keys = dtype_of_keys(kernel, x.q.dtype)
 
     def attend(group: Group, dq: Tensor, _: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return _attend(kernel, group, dq)
+        carried = carries_scores(group.lse, group.mask, group.q.dtype)
+        return _attend(kernel, group, dq) if carried else _attend_by_products(group, dq)
 
     # Contiguous weights: else each group of each sequence would copy them.
     latent, w_uk, w_uv = (t.to(keys).contiguous() for t in (x.latent, x.w_uk, x.w_uv))
@@ -57,9 +63,10 @@ def attend_backward_on_cpu(x: Attended) -> list[Tensor]:
 
 
 def _groups(x: Attended, tokens: int) -> Iterator[tuple[slice, slice]]:
-    """All heads of as many sequences, or as many heads of each, as `heads_at_a_time` allows."""
+    """All heads of as many sequences, or as many heads of each, as `heads_at_a_time` allows; sequences apart where the
+    lse of some does not carry the scores."""
     (batch, _, heads, _), size = x.q.shape, heads_at_a_time(x, tokens)
-    together = max(size // heads, 1)
+    together = max(size // heads, 1) if carries_scores(x.lse, x.mask, x.q.dtype) else 1
     for b in range(0, batch, together):
         for head in range(0, heads, size):
             yield slice(b, min(b + together, batch)), slice(head, min(head + size, heads))
@@ -73,40 +80,89 @@ def _attend(kernel: Callable[..., None], x: Group, dq: Tensor) -> tuple[Tensor, 
     if x.d_lse is not None:
         mean -= x.d_lse
     mask = x.mask
-    if mask is not None and bool(mask.all()):  # for example that of sequences that might have been packed
+    if (
+        mask is not None and mask.dtype == torch.bool and bool(mask.all())
+    ):  # e.g. that of sequences, of which all are one
         mask = None
     found = []
-    for start in range(0, x.q.shape[1], _QUERIES):
-        part = slice(start, start + _QUERIES)
+    for queries in _tiles(x):
+        part = slice(queries.start, queries.stop)
         of_queries = x.q[:, part], x.do[:, part], lse[:, part], mean[:, part], dq[:, part]
-        offset = keys[0].shape[1] if x.causal_offset is None else x.causal_offset + start
-        seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
-        found.append(_gradients(kernel, of_queries, keys, seen, offset, x.scale))
+        offset = keys[0].shape[1] if x.causal_offset is None else x.causal_offset + queries.start
+        masks = [_of_queries(t, queries) for t in (mask, x.d_mask)]
+        found.append(_gradients(kernel, of_queries, keys, masks, offset, x.scale))
     dk, d_rope, dv = found[0] if len(found) == 1 else (_summed(grads) for grads in zip(*found, strict=True))
     return dk, d_rope, dv
+
+
+def _attend_by_products(x: Group, dq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for one sequence, with its weights computed anew."""
+    k, v = _expanded(x.of_keys, x.w_uk), _expanded(x.of_values, x.w_uv)
+    k = torch.cat([k, x.ropes.expand(-1, -1, k.shape[2], -1)], dim=3)
+    q, do, o, k, v = (t[0].transpose(0, 1).float() for t in (x.q, x.do, x.o, k, v))
+    tokens = x.of_keys.shape[1]
+    d_lse = None if x.d_lse is None else x.d_lse[0].T.float()
+    mask = None if x.mask is None else x.mask[..., :tokens]
+    rows = Rows(
+        q, do, o, x.lse[0].T, d_lse, Visibility(mask, x.causal_offset, tokens, q.device), range(tokens), x.scale
+    )
+    found, dk, dv = by_products(rows, k, v, x.d_mask)
+    dq.copy_(found.transpose(0, 1)[None])
+    dk, dv = (t.transpose(0, 1)[None].to(x.of_keys.dtype) for t in (dk, dv))
+    nope = x.w_uk.shape[1]
+    return dk[..., :nope], dk[..., nope:], dv
+
+
+def _tiles(x: Group) -> Iterator[range]:
+    """Queries at a time."""
+    batch, queries, heads, _ = x.q.shape
+    step = _QUERIES
+    if x.d_mask is not None and x.d_mask.shape != (batch, heads, queries, x.ropes.shape[1]):
+        step = max(min(_SCORES // (batch * heads * x.ropes.shape[1]), step), 1)
+    for start in range(0, queries, step):
+        yield range(start, min(start + step, queries))
+
+
+def _of_queries(mask: Tensor | None, queries: range) -> Tensor | None:
+    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, queries.start : queries.stop]
 
 
 def _gradients(
     kernel: Callable[..., None],
     of_queries: tuple[Tensor, ...],
     keys: tuple[Tensor, ...],
-    mask: Tensor | None,
+    masks: Sequence[Tensor | None],
     offset: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Those of the keys, the rope keys and the values due to q, do, lse, mean and dq `[b, s, H, .]`; fills dq."""
+    """Those of the keys, the rope keys and the values due to q, do, lse, mean and dq `[b, s, H, .]`; fills dq, and adds
+    to the gradient of the mask, the second of `masks`."""
     q, do, lse, mean, dq = of_queries
     (batch, queries, heads, _), tokens = q.shape, keys[0].shape[1]
+    every = batch, heads, queries, tokens
     grads = [keys[0].new_empty(key.shape) for key in keys]
-    if mask is not None:
-        mask = mask.expand(batch, heads, queries, -1).transpose(1, 2)
-        mask = mask[..., :tokens] if mask.shape[3] != 1 else mask.expand(-1, -1, -1, tokens)
+    mask, d_mask = (None if t is None else t[..., :tokens] for t in masks)
+    seen = bias = d_bias = None
+    if mask is not None and mask.dtype == torch.bool:
+        seen = mask.expand(every)
+    elif mask is not None:
+        bias = mask.to(torch.float32).expand(every)
+        bias = bias if bias.stride(3) == 1 or tokens == 1 else bias.contiguous()
+    if d_mask is not None:
+        d_bias = d_mask if d_mask.shape == every else d_mask.new_zeros(every)
     kernel(
-        *(q, do, *keys, lse, mean, 0 if mask is None else mask.data_ptr(), dq, *grads),
+        *(q, do, *keys, lse, mean),
+        *(0 if t is None else t.data_ptr() for t in (seen, bias, d_bias)),
+        *(dq, *grads),
         *(batch, heads, queries, tokens, *(key.shape[3] for key in keys)),
-        *(step for t in (q, do, *keys, lse, mask, dq, *grads) for step in _strides(t)),
-        *(0 if mask is None else mask.stride(3), offset, scale, torch.get_num_threads()),
+        *(step for t in (q, do, *keys, lse) for step in _strides(t)),
+        *(step for t in (seen, bias, d_bias) for step in _strides(None if t is None else t.transpose(1, 2))),
+        *(step for t in (dq, *grads) for step in _strides(t)),
+        *(0 if seen is None else seen.stride(3), offset, scale, torch.get_num_threads()),
     )
+    if d_mask is not None and d_bias is not d_mask:
+        assert d_bias is not None
+        d_mask += d_bias.sum_to_size(d_mask.shape)
     return tuple(grads)
 
 

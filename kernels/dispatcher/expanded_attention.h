@@ -114,7 +114,7 @@ void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Lo
     chunks.kernel(q.data_ptr(), q_rope, k.data_ptr(), rope.data_ptr(), v.data_ptr(), 0, o.data_ptr(),
                   lse.data_ptr<float>(), heads, queries, 1, count, nope, rope.size(-1), value, q.stride(1),
                   q.stride(0), 0, q.stride(1), q.stride(0), 0, nope, k.stride(0),
-                  rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0), v.stride(0), 0, 0, 0, 0,
+                  rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0), v.stride(0), 0, 0, 0,
                   o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start, false, scale,
                   at::get_num_threads());
   }

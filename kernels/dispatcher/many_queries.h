@@ -35,7 +35,7 @@ void attend_many(const OfChunks& chunks, const Tensor& q_latent, const Tensor& q
     chunks.kernel(q_latent.data_ptr(), q_rope.data_ptr(), k.data_ptr(), ropes.data_ptr(), v.data_ptr(), 0,
                   sums.data_ptr(), lse.data_ptr<float>(), 1, queries * heads, heads, count, rank, rope, rank, 0,
                   q_latent.stride(0), q_latent.stride(1), 0, q_rope.stride(0), q_rope.stride(1), 0, k.stride(0), 0,
-                  ropes.stride(0), 0, v.stride(0), 0, 0, 0, 0, 0, rank, 0, 1, seen.offset - start, whole, scale,
+                  ropes.stride(0), 0, v.stride(0), 0, 0, 0, 0, rank, 0, 1, seen.offset - start, whole, scale,
                   at::get_num_threads());
   }
   if (!sums.is_same(o)) o.copy_(sums);

@@ -6,8 +6,7 @@
 //     bias   [heads, queries, sharers, keys] or null      -inf hides
 //     o      [heads, rows, V], lse [heads, rows]          on entry the state after earlier chunks, updated
 //
-// All have any strides but 1 in the last dim. The bias has any strides but 1 or 0 over sharers, or over queries where
-// there is one sharer.
+// All have any strides but 1 in the last dim.
 //
 // NUMBER is the type of q; keys and values are of the type that `panels.h` chooses. lse is float32, and so is o, unless
 // `whole`: then there are no other chunks, and o is of the type of q.
@@ -33,7 +32,7 @@ struct Problem {
   float* lse;
   int64_t heads, rows, sharers, keys, nope, rope, value;
   int64_t q_head, q_query, q_sharer, q_rope_head, q_rope_query, q_rope_sharer, k_head, k_key, rope_head, rope_key;
-  int64_t v_head, v_column, bias_head, bias_query, bias_sharer, bias_key, o_head, o_row, lse_head, lse_row, offset;
+  int64_t v_head, v_column, bias_head, bias_query, bias_sharer, o_head, o_row, lse_head, lse_row, offset;
   float scale;
   bool whole;
 
@@ -128,37 +127,12 @@ void store_panel(const Problem& p, int64_t head, const Rows& of) {
     p.lse_of(head, of.first + row) = of.m.data()[row] + std::log(of.total.data()[row]);
 }
 
-// Calls `take` for the biases of a panel's rows for one key, a run at a time that lies side by side, or is one for all:
-// with the first row of the run, their number, the biases and their stride.
-template <typename Take>
-void for_each_run(const Problem& p, int64_t head, const Rows& of, int64_t key, Take take) {
-  const float* bias = p.bias + head * p.bias_head + key * p.bias_key;
-  if (p.sharers == 1) return take(int64_t{0}, of.count, bias + of.first * p.bias_query, p.bias_query);
-  for (int64_t row = 0, count; row < of.count; row += count) {
-    const int64_t query = (of.first + row) / p.sharers, sharer = (of.first + row) % p.sharers;
-    count = std::min(of.count - row, p.sharers - sharer);
-    take(row, count, bias + query * p.bias_query + sharer * p.bias_sharer, p.bias_sharer);
-  }
-}
-
-// Whether the bias hides a block of keys from every row of a panel.
-bool hides(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count) {
-  bool hidden = true;
-  for (int64_t k = 0; k < count && hidden; ++k)
-    for_each_run(p, head, of, key + k, [&](int64_t, int64_t rows, const float* bias, int64_t stride) {
-      for (int64_t r = 0; r < (stride ? rows : 1); ++r) hidden = hidden && bias[r] == -INFINITY;
-    });
-  return hidden;
-}
-
-void add_bias(const Problem& p, int64_t head, const Rows& of, int64_t key, int64_t count, float* scores) {
-  for (int64_t k = 0; k < count; ++k, scores += PANEL)
-    for_each_run(p, head, of, key + k, [&](int64_t first, int64_t rows, const float* bias, int64_t stride) {
-      if (stride == 0)
-        for (int64_t r = 0; r < rows; ++r) scores[first + r] += *bias;
-      else
-        for (int64_t r = 0; r < rows; ++r) scores[first + r] += bias[r];
-    });
+// The biases of rows of a panel, for keys from `key` on.
+auto biases(const Problem& p, int64_t head, const Rows& of, int64_t key) {
+  return [&p, first = of.first, bias = p.bias + head * p.bias_head + key](int64_t row) {
+    const int64_t query = (first + row) / p.sharers, sharer = (first + row) % p.sharers;
+    return bias + query * p.bias_query + sharer * p.bias_sharer;
+  };
 }
 
 void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, float* scores) {
@@ -171,13 +145,13 @@ void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, 
 // Attention of a panel to one block of keys.
 void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, const Workspace& w) {
   const int64_t count = std::min(BLOCK, of.seen - key);
-  if (p.bias && hides(p, head, of, key, count)) return;
+  if (p.bias && hide_all(of.count, count, biases(p, head, of, key))) return;
   const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
   float *scores = w.scores.data(), *o = of.o.data();
   multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
             {p.k_rope + head * p.rope_head + key * p.rope_key, p.rope_key, p.rope, rope}},
            count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
-  if (p.bias) add_bias(p, head, of, key, count, scores);
+  if (p.bias) add_rows(of.count, count, biases(p, head, of, key), scores);
   if (key + count - 1 > of.first / p.sharers + p.offset) hide_later_keys(p, of.first, key, count, scores);
   soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data());
   const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
@@ -208,14 +182,14 @@ extern "C" void kernel(const void* q, const void* q_rope, const void* k, const v
                        int64_t q_sharer, int64_t q_rope_head, int64_t q_rope_query, int64_t q_rope_sharer,
                        int64_t k_head, int64_t k_key, int64_t rope_head, int64_t rope_key, int64_t v_head,
                        int64_t v_column, int64_t bias_head, int64_t bias_query, int64_t bias_sharer,
-                       int64_t bias_key, int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row,
-                       int64_t offset, int64_t whole, float scale, int64_t threads) {
+                       int64_t o_head, int64_t o_row, int64_t lse_head, int64_t lse_row, int64_t offset,
+                       int64_t whole, float scale, int64_t threads) {
   const Problem p{static_cast<const Number*>(q), static_cast<const Number*>(q_rope), static_cast<const Key*>(k),
                   static_cast<const Key*>(k_rope), static_cast<const Key*>(v), reinterpret_cast<const float*>(bias), o,
                   lse, heads, rows, sharers, keys, nope, rope, value,
                   q_head, q_query, q_sharer, q_rope_head, q_rope_query, q_rope_sharer, k_head, k_key, rope_head, rope_key,
-                  v_head, v_column, bias_head, bias_query, bias_sharer, bias_key, o_head, o_row, lse_head,
-                  lse_row, offset, scale, whole != 0};
+                  v_head, v_column, bias_head, bias_query, bias_sharer, o_head, o_row, lse_head, lse_row, offset, scale,
+                  whole != 0};
   // As many panels per task as leave each thread some tasks.
   const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);
   const int64_t groups = (p.panels() + together - 1) / together;

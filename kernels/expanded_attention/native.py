@@ -28,7 +28,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
     (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
-    ("const void*",) * 5 + ("uintptr_t", "void*", "float*") + ("int64_t",) * 29 + ("float", "int64_t"),
+    ("const void*",) * 5 + ("uintptr_t", "void*", "float*") + ("int64_t",) * 28 + ("float", "int64_t"),
 )
 
 
@@ -88,7 +88,7 @@ class Native:
         if visibility.causal_offset is not None and isinstance(chunk, range):  # then the kernel stops at the diagonal
             offset = visibility.causal_offset - chunk.start
             visibility = replace(visibility, causal_offset=None)
-        for queries, bias in _tiles(visibility, chunk, range(max(-offset, 0), query_count), sharers):
+        for queries, bias in _tiles(visibility, chunk, range(max(-offset, 0), query_count)):
             rows = slice(queries.start * sharers, queries.stop * sharers)
             own = state[0][:, rows], state[1][:, rows]
             some = [part[:, queries.start : queries.stop] for part in q]
@@ -103,43 +103,37 @@ class Native:
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
-        """bias `[1, H * S or 1, s or 1, C]`; query i sees keys up to i + offset."""
+        """bias `[1, H * S or 1, s or 1, C]`, last stride 1; query i sees keys up to i + offset."""
         (heads, query_count, sharers, _), (o, lse) = q[0].shape, state
         nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
-        by_head = by_query = by_key = 0
+        by_head = by_query = 0
         if bias is not None:
-            every = bias.expand(1, heads * sharers, query_count, v.shape[1])
-            by_head, by_query, by_key = every.stride()[1:]
+            by_head, by_query = bias.expand(1, heads * sharers, query_count, v.shape[1]).stride()[1:3]
         whole = o.dtype != torch.float32
         self.kernel(
             *(q[0], q[1], nope, rope, v, 0 if bias is None else bias.data_ptr(), o, lse),
             *(heads, query_count * sharers, sharers, v.shape[1], nope.shape[2], rope.shape[2], v.shape[2]),
             *(*q[0].stride()[:3], *q[1].stride()[:3], *nope.stride()[:2], *rope.stride()[:2], v.stride(0), v.stride(2)),
-            *(sharers * by_head, by_query, by_head, by_key, *o.stride()[:2], *lse.stride()),
+            *(sharers * by_head, by_query, by_head, *o.stride()[:2], *lse.stride()),
             *(offset, whole, scale, torch.get_num_threads()),
         )
 
 
-def _tiles(
-    visibility: Visibility, chunk: KeyPositions, queries: range, sharers: int
-) -> Iterator[tuple[range, Tensor | None]]:
-    """Tiles of queries, each with the mask's bias for it: all together where a mask is none or the same for all."""
+def _tiles(visibility: Visibility, chunk: KeyPositions, queries: range) -> Iterator[tuple[range, Tensor | None]]:
+    """Tiles of queries, each with the mask's bias for it: all together where nothing is written out for each query."""
     mask = visibility.mask
-    if mask is None or (mask.shape[2] == 1 and visibility.causal_offset is None):
+    in_place = mask is None or mask.shape[2] == 1 or mask.dtype == torch.float32
+    if in_place and (mask is None or visibility.causal_offset is None):
         if queries:
-            yield queries, _side_by_side(visibility.bias(queries, chunk, torch.float32), sharers)
+            yield queries, _dense(visibility.bias(queries, chunk, torch.float32))
         return
     for tile, bias in masked_tiles(visibility, chunk, queries, torch.float32):
-        yield tile, _side_by_side(bias, sharers)
+        yield tile, _dense(bias)
 
 
-def _side_by_side(bias: Tensor | None, sharers: int) -> Tensor | None:
-    """The bias of the rows to whose scores the kernel adds it at once, side by side: of heads that share keys, or else
-    of queries."""
-    dim = 2 if sharers == 1 else 1
-    if bias is None or bias.shape[dim] == 1:
-        return bias
-    return bias.movedim(dim, 3).contiguous().movedim(3, dim)
+def _dense(bias: Tensor | None) -> Tensor | None:
+    """The same bias with a last stride of 1."""
+    return bias if bias is None or bias.shape[3] == 1 or bias.stride(3) == 1 else bias.contiguous()
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)

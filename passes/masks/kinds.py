@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..mla.own_ropes import WORD as OWN_ROPES
+from ..mla.own_ropes import OF_HEADS, OF_QUERIES
 from ..mla.site import Site
 from . import causal, limit, marked, top_k
 from .kind import Kind
@@ -24,7 +24,7 @@ RECOGNISERS: tuple[Callable[[Literal, Site, tuple[Kind, ...]], Kind | None], ...
 """Each gives the kind of a literal that it recognises, with the masks that the literal comes from as its origin.
 The first kind is taken."""
 
-WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", OWN_ROPES, "tensor")
+WORDS = ("sequences", "causal", "lengths", "window", "padding", "top-k", OF_HEADS, OF_QUERIES, "tensor")
 """The order of words in a report; all others come after these."""
 
 

@@ -1,10 +1,11 @@
-"""Rope keys that every head has for itself.
+"""Rope keys that every head, or every query, has for itself.
 
     score[b, s, n, t] = sum_l q_latent[b, s, n, l] latent[b, t, l] + sum_r q_rope[b, s, n, r] k_rope[b, n, t, r]
 
 What heads do not share cannot be columns beside the latent. Where queries attend to the latent, the second sum is
 computed as in the user's code, whatever its keys are made of, and added to the scores like any bias, before masks
-replace scores by numbers. Keys that are up-projected take such columns as they take any others.
+replace scores by numbers. Keys that are up-projected take such columns as they take any others, unless each query has
+some of its own, as with an embedding of its distance to each key: what these add is a bias of the scores everywhere.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from .site import Piece, Site
 from .why_not import describe
 
 SHARE = "compute one rope key per token, [B, T, R], and share it between all heads"
-WORD = "own ropes"
+OF_HEADS, OF_QUERIES = "own ropes", "keys of queries"
 """What a report calls what they add to scores, among the masks."""
 
 
-def own_of(pieces: Sequence[Piece], heads: set[Axis]) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the keys that all `heads` share, and those that each has for itself."""
-    shared = [piece for piece in pieces if piece.key.axes.isdisjoint(heads)]
-    return shared, [piece for piece in pieces if not piece.key.axes.isdisjoint(heads)]
+def own_of(pieces: Sequence[Piece], axes: set[Axis]) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of the keys that are the same along some rows of the scores, and those that are not."""
+    shared = [piece for piece in pieces if piece.key.axes.isdisjoint(axes)]
+    return shared, [piece for piece in pieces if not piece.key.axes.isdisjoint(axes)]
 
 
-def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> Attention:
+def as_biases(attention: Attention, pieces: Sequence[Piece], word: str, trace: Trace) -> Attention:
     """An attention with the products of these pieces among its masks, to be added to its scores.
 
     Raises:
@@ -45,7 +46,7 @@ def as_biases(attention: Attention, pieces: Sequence[Piece], trace: Trace) -> At
             f"of the values, found {describe(pieces[0].key, trace)}",
             SHARE,
         )
-    added = [Mask(_product(piece), attends=False, factor=piece.scale, word=WORD) for piece in pieces]
+    added = [Mask(_product(piece), attends=False, factor=piece.scale, word=word) for piece in pieces]
     return replace(attention, masks=(*added, *attention.masks))
 
 
@@ -53,7 +54,7 @@ def in_keys(site: Site) -> Site:
     """A site whose rope keys are all columns of its keys, those of each head too, and none of them adds to masks."""
     if not site.own_ropes:
         return site
-    masks = tuple(mask for mask in site.attention.masks if mask.word != WORD)
+    masks = tuple(mask for mask in site.attention.masks if mask.word != OF_HEADS)
     attention = replace(site.attention, masks=masks)
     return replace(site, attention=attention, ropes=(*site.ropes, *site.own_ropes), own_ropes=())
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import fx
 
 from ..algebra.sizes import Size, known_at_most, product, same, total
 from ..algebra.terms import Axis, Dim, Join, Read, Term
@@ -31,7 +32,7 @@ from .joined_factors import with_joined_factors
 from .keys import told_apart
 from .named_columns import with_named_columns
 from .one_latent import in_one_latent
-from .own_ropes import SHARE, as_biases, own_of
+from .own_ropes import OF_HEADS, OF_QUERIES, SHARE, as_biases, own_of
 from .readable import is_held, unbroadcast
 from .scaled import with_scaled_queries
 from .site import Groups, OwnLatent, Site
@@ -217,22 +218,27 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     heads = {axis for weight in (w_uk, w_uv) if weight is not None for axis in weight.axes}.intersection(attention.rows)
     if shared := tuple(axis for axis in attention.rows if axis in heads & latent.read.axes):
         return _of_groups(attention, shared, trace)
+    ropes, of_queries = own_of(ropes, _of_queries(attention, latent.read, heads))
+    if of_queries and apart:
+        raise _differing_keys(node)
     ropes, own = own_of(ropes, heads)
     ropes = [replace(rope, key=unbroadcast(rope.key)) for rope in ropes]
     roles = _roles(attention, heads, [latent.read, *(rope.key.read for rope in ropes)])
     for rope in ropes:
         if not rope.key.axes <= {*roles.batch, *attention.keys, *rope.summed}:
             raise Refusal(node, f"expected rope columns shared by all heads, found {describe(rope.key, trace)}", SHARE)
-    nope, ropes, own, shifts = computed(nope), *(list(map(computed, part)) for part in (ropes, own, shifts))
+    pieces = (list(map(computed, part)) for part in (ropes, own, of_queries, shifts))
+    nope, ropes, own, of_queries, shifts = computed(nope), *pieces
     reads = [latent.read, w_uk, w_uv, nope.query.read, *values.biases]
-    reads += [read for piece in (*ropes, *own, *shifts) for read in piece.reads]
+    reads += [read for piece in (*ropes, *own, *of_queries, *shifts) for read in piece.reads]
     for read in reads:
         if read is not None and not is_held(read):
             raise Refusal(node, f"expected operands that are tensors of the graph, found a part of {name(read)}")
     if attention.shared and node.meta["val"].dtype == torch.float64:
         raise Refusal(node, "expected at most float32 for attention with sinks (scores without values), found float64")
+    attention = as_biases(as_biases(attention, own, OF_HEADS, trace), of_queries, OF_QUERIES, trace)
     return Site(
-        as_biases(attention, own, trace),
+        attention,
         batch=roles.batch,
         tokens=roles.tokens,
         heads=roles.heads,
@@ -251,6 +257,12 @@ def _prove(attention: Attention, values: Values, trace: Trace, *, apart: bool = 
     )
 
 
+def _of_queries(attention: Attention, latent: Read, heads: set[Axis]) -> set[Axis]:
+    """The rows that are queries: of a softmax by hand, all that neither the latent nor heads have, though these may be
+    sequences that share a latent."""
+    return {*(attention.rows if attention.queries is None else attention.queries)} - latent.axes - heads
+
+
 class _Roles(NamedTuple):
     """The rows of an attention: those of what is cached, queries, and heads, among them heads of the queries alone."""
 
@@ -267,11 +279,14 @@ def _roles(attention: Attention, heads: set[Axis], cached: Sequence[Read]) -> _R
     if attention.queries is None and attention.masks and not heads:  # any row may be a head; heads share their masks
         tokens &= set[Axis]().union(*(mask.term.axes for mask in attention.masks))
     if tokens & (heads | batch):
-        reason = "expected keys and values that are the same for every query, found some that differ"
-        remedy = "let every query attend to the same keys, and hide some of them from it by a mask"
-        raise Refusal(attention.node, reason, remedy)
+        raise _differing_keys(attention.node)
     parts = batch, tokens, rows - batch - tokens
     return _Roles(*(tuple(axis for axis in attention.rows if axis in part) for part in parts))
+
+
+def _differing_keys(node: fx.Node) -> Refusal:
+    reason = "expected keys and values that are the same for every query, found some that differ"
+    return Refusal(node, reason, "let every query attend to the same keys, and hide some of them from it by a mask")
 
 
 def _readable(own: OwnLatent, rows: set[Axis]) -> OwnLatent | None:

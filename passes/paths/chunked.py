@@ -8,7 +8,6 @@ Heads may have rope keys of their own, which are then not in pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import sympy
@@ -18,7 +17,6 @@ from torch import Tensor
 from mla_compile.cost import Cost, Dims, Named, attends_causally, cost_of
 
 from ..algebra.sizes import known_at_most, product, total
-from ..algebra.terms import Axis
 from ..caches.stored import StoredKeys
 from ..masks.meaning import Meaning
 from ..mla.apart import up_projected_apart
@@ -59,9 +57,8 @@ class Chunked(OneOp):
         return site.attention.opaque is None and site.up_projects_both
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse a latent that is not worth keeping, keys that are neither up-projected from one latent nor shared by
-        heads as they are, and rope keys of each query."""
-        refuse_ropes_of_queries(site, site.tokens)
+        """Refuse a latent that is not worth keeping, and keys that are neither up-projected from one latent nor shared
+        by heads as they are."""
         if not _shared_as_written(site):
             refuse_apart(site)
         if not asked:
@@ -118,18 +115,6 @@ class Chunked(OneOp):
             operands = _queries(x), latent, x.k_rope, w_uk, w_uv, mask, offset, x.scale, workspace_tokens
             o, lse = op(*operands)
         return o, lse
-
-
-def refuse_ropes_of_queries(site: Site, queries: Iterable[Axis]) -> None:
-    """Refuse rope keys with an axis of the queries: that of the sequences, too, if these share a latent."""
-    for rope in site.ropes:
-        if not rope.key.axes.isdisjoint(queries):
-            raise Refusal(
-                site.node,
-                "expected rope keys that many queries share, found some that differ between queries: "
-                f"{name(rope.key.read)}",
-                "if they differ between sequences, let scaled_dot_product_attention tell these from queries",
-            )
 
 
 def refuse_apart(site: Site) -> None:

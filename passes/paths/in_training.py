@@ -17,9 +17,9 @@ from ..caches.stored import StoredKeys
 from ..masks.dense import Dense
 from ..masks.meaning import Meaning
 from ..mla.site import Site
+from ..mla.why_not import name
 from ..nodes.refusal import Refusal
 from .carriers import Carrier, MaskAndOffset
-from .chunked import refuse_ropes_of_queries
 from .one_op import OneOp
 from .operands import Operands
 
@@ -35,8 +35,8 @@ class InTraining(OneOp):
     may_be_asked = False
 
     def refuse(self, site: Site, *, asked: bool) -> None:
-        """Refuse packed sequences too; rope keys of each query, which make it a sequence of its own, for which all keys
-        would be up-projected; and numbers that replace scores beside others that are added: in a row where all scores
+        """Refuse packed sequences too; rope keys of sequences that share a latent, whose keys would be up-projected for
+        each of them; and numbers that replace scores beside others that are added: in a row where all scores
         are as low, only some may have lost their gradients."""
         super().refuse(site, asked=asked)
         if site.attention.packed is not None:
@@ -49,7 +49,7 @@ class InTraining(OneOp):
                 reason,
                 "call scaled_dot_product_attention with a mask of the pairs that belong to the same sequence",
             )
-        refuse_ropes_of_queries(site, {*site.batch} - site.latent.axes)
+        _refuse_ropes_of_sequences(site)
         if _replaces(site) and (site.attention.causal or not all(mask.attends for mask in site.attention.masks)):
             reason = "expected masks that either replace scores by a finite number or add to them, found both"
             raise Refusal(site.node, reason, "fill with -math.inf, or add both masks")
@@ -73,6 +73,18 @@ class InTraining(OneOp):
             return x
         seeing = sees.transpose(1, 2)[..., None]
         return replace(x, q_nope=torch.where(seeing, x.q_nope, 0), q_rope=torch.where(seeing, x.q_rope, 0))
+
+
+def _refuse_ropes_of_sequences(site: Site) -> None:
+    """Refuse rope keys with an axis of the batch that the latent lacks."""
+    alone = {*site.batch} - site.latent.axes
+    for rope in site.ropes:
+        if not rope.key.axes.isdisjoint(alone):
+            raise Refusal(
+                site.node,
+                "expected rope keys of all sequences that share a latent where gradients are needed, found some that "
+                f"differ between them: {name(rope.key.read)}",
+            )
 
 
 def _replaces(site: Site) -> bool:

@@ -1,4 +1,4 @@
-"""Scores with a product of something that each query has with each key, as an embedding of their distance."""
+"""Scores with a product of something that each query has with each key: an embedding of their distance, or of a pair."""
 
 import math
 
@@ -12,37 +12,76 @@ N, L, P = 4, 16, 16
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
 
-class Relative(nn.Module):
-    """MLA with relative keys: `score[n, i, j] = q[n, i] (k[n, j] + embedding[j - i])`."""
+class Mla(nn.Module):
+    """MLA with causal scores, to which `product` adds something."""
 
     def __init__(self):
         super().__init__()
         self.q, self.down = nn.Linear(N * P, N * P, bias=False), nn.Linear(N * P, L, bias=False)
         self.up = nn.Linear(L, 2 * N * P, bias=False)
-        self.embedding = nn.Embedding(17, P)
 
     def forward(self, x):
         tokens = x.shape[1]
         q = self.q(x).unflatten(2, (N, P)).transpose(1, 2)
         k, v = self.up(self.down(x)).unflatten(2, (N, 2 * P)).transpose(1, 2).chunk(2, dim=-1)
         distance = torch.arange(tokens) - torch.arange(tokens)[:, None]
-        relative = self.embedding(distance.clamp(-8, 8) + 8)
-        scores = (q @ k.mT + torch.einsum("bnid,ijd->bnij", q, relative)) * P**-0.5
+        scores = (q @ k.mT + self.product(q, x, distance)) * P**-0.5
         weights = scores.masked_fill(distance > 0, -math.inf).softmax(-1)
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-def test_attention_is_rewritten_without_gradients():
-    module, x = Relative().double(), torch.randn(2, 9, N * P, dtype=torch.float64)
-    torch.testing.assert_close(torch.compile(module, backend="mla")(x), module(x))
-    (site,) = mla_compile.last_report().sites
-    assert site.rewritten
+class Relative(Mla):
+    """Shaw's relative keys: `score[n, i, j] = q[n, i] (k[n, j] + embedding[j - i])`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, P)
+
+    def product(self, q, x, distance):
+        return torch.einsum("bnid,ijd->bnij", q, self.embedding(distance.clamp(-8, 8) + 8))
 
 
-def test_attention_is_left_where_keys_would_be_up_projected_for_each_query():
-    module, x = Relative(), torch.randn(2, 9, N * P)
-    with torch.enable_grad():
-        torch.compile(module, backend="mla")(x).sum().backward()
+class Pairs(Mla):
+    """A number for each head of each pair of tokens, from what is known of the pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_pairs = nn.Linear(N * P, N, bias=False)
+
+    def product(self, q, x, distance):
+        return self.of_pairs((x[:, :, None] - x[:, None]).abs()).permute(0, 3, 1, 2)
+
+
+MODULES = pytest.mark.parametrize("module", [Relative, Pairs])
+
+
+@MODULES
+@pytest.mark.parametrize("path", ["absorbed", "chunked"])
+def test_it_is_added_to_the_scores(module, path):
+    module, x = module().double(), torch.randn(2, 9, N * P, dtype=torch.float64)
+    compiled = torch.compile(module, backend="mla", options={"mla.path": path})
+    torch.testing.assert_close(compiled(x), module(x))
     (site,) = mla_compile.last_report().sites
-    assert not site.rewritten
-    assert site.reason.startswith("expected rope keys that many queries share, found some that differ between queries")
+    assert (site.path, site.shapes["Sq"], site.mask) == (path, "9", "causal + keys of queries")
+
+
+@MODULES
+def test_a_single_query_has_rope_keys_like_any_other(module):
+    module, x = module().double(), torch.randn(2, 1, N * P, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(module, backend="mla", dynamic=True)(x), module(x))
+
+
+@MODULES
+def test_it_is_trained(module):
+    module, x = module().double(), torch.randn(2, 9, N * P, dtype=torch.float64)
+    found = []
+    for call in (module, torch.compile(module, backend="mla")):
+        module.zero_grad()
+        with torch.enable_grad():
+            call(x).square().sum().backward()
+        found.append({name: parameter.grad.clone() for name, parameter in module.named_parameters()})
+    (site,) = mla_compile.last_report().sites
+    assert site.path == "chunked"
+    eager, ours = found
+    for name, grad in eager.items():
+        torch.testing.assert_close(ours[name], grad, msg=lambda text, name=name: f"{name}: {text}")
