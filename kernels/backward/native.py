@@ -80,9 +80,7 @@ def _attend(kernel: Callable[..., None], x: Group, dq: Tensor) -> tuple[Tensor, 
     if x.d_lse is not None:
         mean -= x.d_lse
     mask = x.mask
-    if (
-        mask is not None and mask.dtype == torch.bool and bool(mask.all())
-    ):  # e.g. that of sequences, of which all are one
+    if mask is not None and mask.dtype == torch.bool and bool(mask.all()):  # e.g. of sequences that are one
         mask = None
     found = []
     for queries in _tiles(x):
@@ -100,12 +98,10 @@ def _attend_by_products(x: Group, dq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k, v = _expanded(x.of_keys, x.w_uk), _expanded(x.of_values, x.w_uv)
     k = torch.cat([k, x.ropes.expand(-1, -1, k.shape[2], -1)], dim=3)
     q, do, o, k, v = (t[0].transpose(0, 1).float() for t in (x.q, x.do, x.o, k, v))
-    tokens = x.of_keys.shape[1]
+    tokens, mask = x.of_keys.shape[1], None if x.mask is None else x.mask[..., : x.of_keys.shape[1]]
     d_lse = None if x.d_lse is None else x.d_lse[0].T.float()
-    mask = None if x.mask is None else x.mask[..., :tokens]
-    rows = Rows(
-        q, do, o, x.lse[0].T, d_lse, Visibility(mask, x.causal_offset, tokens, q.device), range(tokens), x.scale
-    )
+    seen = Visibility(mask, x.causal_offset, tokens, q.device)
+    rows = Rows(q, do, o, x.lse[0].T, d_lse, seen, range(tokens), x.scale)
     found, dk, dv = by_products(rows, k, v, x.d_mask)
     dq.copy_(found.transpose(0, 1)[None])
     dk, dv = (t.transpose(0, 1)[None].to(x.of_keys.dtype) for t in (dk, dv))
