@@ -88,3 +88,29 @@ def test_it_is_trained(module):
     eager, ours = found
     for name, grad in eager.items():
         torch.testing.assert_close(ours[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Shared(nn.Module):
+    """Sequences that share a latent, but not its rope keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(L, 2 * N * P, bias=False)
+
+    def forward(self, q, latent, k_rope):
+        sequences = q.shape[0]
+        k, v = self.up(latent).unflatten(1, (N, 2 * P)).transpose(0, 1).expand(sequences, -1, -1, -1).chunk(2, dim=-1)
+        k = torch.cat([k, k_rope[:, None].expand(-1, N, -1, -1)], dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_sequences_that_share_a_latent_are_not_trained():
+    module = Shared().double()
+    given = [torch.randn(shape, dtype=torch.float64) for shape in ((3, N, 2, P + 4), (40, L), (3, 40, 4))]
+    compiled = torch.compile(module, backend="mla")
+    torch.testing.assert_close(compiled(*given), module(*given))
+    assert mla_compile.last_report().sites[0].rewritten
+    with torch.enable_grad():
+        compiled(*given).sum().backward()
+    (site,) = mla_compile.last_report().sites
+    assert site.reason.startswith("expected rope keys of all sequences that share a latent where gradients are needed")
