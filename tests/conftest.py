@@ -33,7 +33,7 @@ from mla_compile.passes.graph.rewriter import Rewriter
 from tests import diagonal
 from tests.without_codegen import without_codegen
 
-# Compilation makes so many objects that looking for garbage each time there are 700 more took a sixth of the time.
+# Compilation makes so many objects that looking for garbage each time there are 700 more took 11 to 18 % of the time.
 gc.set_threshold(20_000)
 # Dynamo collects garbage after each graph, which took 1 to 4 % of the time of tests that compile a model.
 torch._dynamo.config.run_gc_after_compile = False
