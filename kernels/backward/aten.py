@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..attended import Attended, Wanted
+from ..dense import dense
 from ..two_latents import latents_of
 from ..visibility import Visibility, reads_values, take
 from .flash import by_flash_attention, takes_flash
@@ -65,7 +66,8 @@ def attend_backward(x: Attended) -> list[Tensor]:
                 seen = None  # e.g. the mask of sequences that might have been packed but are not
             by_flash = takes_flash(x.q, seen, x.lse[b, :, group]) and not want.mask
             visibility = Visibility(seen, x.causal_offset, x.latent.shape[1], x.latent.device)
-            own_q, own_do, own_o = (_dense(t[b, :, group].transpose(0, 1).to(dtype)) for t in (x.q, x.grad_o, x.o))
+            # flash attention's backward assumes a last stride of 1 without checking
+            own_q, own_do, own_o = (dense(t[b, :, group].transpose(0, 1).to(dtype)) for t in (x.q, x.grad_o, x.o))
             rows = Rows(
                 own_q,
                 own_do,
@@ -84,11 +86,6 @@ def attend_backward(x: Attended) -> list[Tensor]:
         for total, operand in zip(found, operands, strict=True)
         if total is not None and operand is not None
     ]
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """The same with a last stride of 1, which flash attention's backward assumes without checking."""
-    return rows if rows.shape[-1] < 2 or rows.stride(-1) == 1 else rows.contiguous()
 
 
 def heads_at_a_time(x: Attended, tokens: int) -> int:

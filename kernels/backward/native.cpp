@@ -16,9 +16,10 @@
 //     weights = exp(scale q k + bias - lse),  d_scores = weights (d_o v - mean)
 //     dv = weights^T d_o,  dk = scale d_scores^T q,  dq = scale d_scores k,  d_bias = d_scores
 //
-// A task is a head of a sequence. It goes through its keys, BLOCK at a time, and for each block through the panels of queries that see
-// some of it, TOGETHER at a time. Scores and d_weights are [keys, PANEL], with queries in vector lanes, which is also
-// what dq reads; for dv and dk their rows are multiplied with q and d_o themselves, whose columns are the lanes then.
+// A task is a head of a sequence. It goes through its keys, BLOCK at a time, and for each block through the panels of
+// queries that see some of it, TOGETHER at a time. Scores and d_weights are [keys, PANEL], with queries in vector lanes,
+// which is also what dq reads; for dv and dk their rows are multiplied with q and d_o themselves, whose columns are the
+// lanes then.
 
 #include <vector>
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..attended import Attended
+from ..dense import dense
 from ..even import even
 from ..head_groups import Group, attend_backward_in_groups
 from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
@@ -142,8 +143,7 @@ def _gradients(
     if mask is not None and mask.dtype == torch.bool:
         seen = mask.expand(every)
     elif mask is not None:
-        bias = mask.to(torch.float32).expand(every)
-        bias = bias if bias.stride(3) == 1 or tokens == 1 else bias.contiguous()
+        bias = dense(mask.to(torch.float32).expand(every))
     if d_mask is not None:
         d_bias = d_mask if d_mask.shape == every else d_mask.new_zeros(every)
     kernel(

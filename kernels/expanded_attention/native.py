@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..bundles import checked
+from ..dense import dense
 from ..dispatcher import general
 from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
 from ..visibility import KeyPositions, Visibility
@@ -103,11 +104,12 @@ class Native:
         scale: float,
         state: tuple[Tensor, Tensor],
     ) -> None:
-        """bias `[1, H * S or 1, s or 1, C]`, last stride 1; query i sees keys up to i + offset."""
+        """bias `[1, H * S or 1, s or 1, C]`; query i sees keys up to i + offset."""
         (heads, query_count, sharers, _), (o, lse) = q[0].shape, state
         nope, rope, v = keys.nope, keys.rope.expand(heads, -1, -1), keys.v
         by_head = by_query = 0
         if bias is not None:
+            bias = dense(bias)
             by_head, by_query = bias.expand(1, heads * sharers, query_count, v.shape[1]).stride()[1:3]
         whole = o.dtype != torch.float32
         self.kernel(
@@ -125,15 +127,9 @@ def _tiles(visibility: Visibility, chunk: KeyPositions, queries: range) -> Itera
     in_place = mask is None or mask.shape[2] == 1 or mask.dtype == torch.float32
     if in_place and (mask is None or visibility.causal_offset is None):
         if queries:
-            yield queries, _dense(visibility.bias(queries, chunk, torch.float32))
+            yield queries, visibility.bias(queries, chunk, torch.float32)
         return
-    for tile, bias in masked_tiles(visibility, chunk, queries, torch.float32):
-        yield tile, _dense(bias)
-
-
-def _dense(bias: Tensor | None) -> Tensor | None:
-    """The same bias with a last stride of 1."""
-    return bias if bias is None or bias.shape[3] == 1 or bias.stride(3) == 1 else bias.contiguous()
+    yield from masked_tiles(visibility, chunk, queries, torch.float32)
 
 
 expanded_attention_cpu = checked(ExpandedAttention, attend_on_cpu)

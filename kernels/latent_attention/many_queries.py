@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dense import dense
 from ..expanded_attention.chunks import Keys, leveled
 from ..expanded_attention.native import KERNELS, Native
 from ..native import dtype_of_keys
@@ -72,22 +73,17 @@ def _attend(
     out: tuple[Tensor, Tensor],
 ) -> None:
     """One sequence: q `[Sq, N, L]`, `[Sq, N, R]`; cache `[T, L]`, `[T, R]`; out `[Sq, N, L]`, `[Sq, N]`, -inf."""
-    queries = [_dense(part)[None] for part in q]
+    queries = [dense(part)[None] for part in q]
     o, lse = (part.flatten(0, 1)[None] for part in out)
     positions = visibility.keys(range(q[0].shape[0]))
     # Several chunks are summed in float32.
     state = o if len(positions) <= _TOKENS or o.dtype == torch.float32 else torch.zeros(o.shape)
     for keys in split(positions, _TOKENS):
-        latent, k_rope = (_dense(take(part, keys, 0).to(arithmetic.dtype)) for part in cache)
+        latent, k_rope = (dense(take(part, keys, 0).to(arithmetic.dtype)) for part in cache)
         of_each = Keys(latent[None], k_rope[None], _columns(latent)[None])
         arithmetic.attend_shared(queries, of_each, visibility, keys, scale, (state, lse))
     if state is not o:
         o.copy_(state)
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """The same rows with a last stride of 1."""
-    return rows if rows.shape[-1] < 2 or rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _columns(latent: Tensor) -> Tensor:
