@@ -6,6 +6,7 @@ import builtins
 import random
 import threading
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Partition:
 
     name: str
     block: int = 0
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: SimpleQueue[None] = field(default_factory=SimpleQueue)
     waits_for: tuple[Barrier, int] | None = None
     products: list[Any] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Machine:
         self.copies: list[Any] = []
         self.products: list[Any] = []
         self.current = Partition("all warps")
-        self.turn = threading.Semaphore(0)
+        self.turn = SimpleQueue[None]()
         self.specialised = False
         self.stopping = False
 
@@ -70,8 +71,8 @@ class Machine:
         if self.specialised:
             me = self.current
             if not self.stopping:
-                self.turn.release()
-                me.go.acquire()
+                self.turn.put(None)
+                me.go.get()
             if self.stopping:
                 raise SystemExit
 
@@ -79,14 +80,14 @@ class Machine:
         """Keep what the warps of a block will do; a kernel does nothing after that."""
 
         def run(partition: Partition, function: Any, arguments: Any) -> None:
-            partition.go.acquire()
+            partition.go.get()
             try:
                 function(*arguments)
                 assert not partition.products, f"{partition.name} did not wait for its products"
             except BaseException as error:  # raised again by the thread that started this one
                 partition.error = error
             partition.done = True
-            self.turn.release()
+            self.turn.put(None)
 
         for i, (function, arguments) in enumerate(functions):
             partition = Partition(f"{function.__name__} {i} of block {self.block}", self.block)
@@ -103,7 +104,7 @@ class Machine:
         finally:
             self.stopping = True
             for partition in self.partitions:
-                partition.go.release()
+                partition.go.put(None)
             for thread in self.threads:
                 thread.join()
             self.specialised = False
@@ -126,8 +127,8 @@ class Machine:
             if isinstance(chosen, Partition):
                 self.current, self.block = chosen, chosen.block
                 chosen.waits_for = None
-                chosen.go.release()
-                self.turn.acquire()
+                chosen.go.put(None)
+                self.turn.get()
                 if chosen.error is not None:
                     raise chosen.error
             else:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from mla_compile.kernels._common import parts
+
 from ..poison import Poisoned
 from .where import INTERPRETED
 
@@ -76,3 +78,13 @@ def infinities_are_numbers():
     """Let numpy not warn of an overflow to infinity or of log(0), of which a GPU does not warn either."""
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def combined_in_few_programs(monkeypatch):
+    """Let a program that combines parts take all columns of many rows: the interpreter takes no longer for them."""
+    if INTERPRETED:
+        monkeypatch.setattr(parts, "_MOST_ROWS", 64)
+        monkeypatch.setattr(parts, "_COMBINING", 1 / 4)
+        monkeypatch.setattr(parts, "_COLUMNS", 512)
+        monkeypatch.setattr(parts, "_NUMBERS", 1 << 20)

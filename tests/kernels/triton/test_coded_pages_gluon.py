@@ -28,7 +28,7 @@ from .test_words import assert_as_close
 from .where import INTERPRETED, ON_GPU, to_device
 from .where import machine as present
 
-pytestmark = [*ON_GPU]
+pytestmark = [*ON_GPU, pytest.mark.usefixtures("combined_in_few_programs")]
 
 
 MODULES = {"key rows": coded_key_rows, "warp groups": coded_warp_groups}

@@ -24,7 +24,7 @@ from .test_words import assert_as_close
 from .where import INTERPRETED, ON_GPU, to_device
 from .where import machine as present
 
-pytestmark = [*ON_GPU]
+pytestmark = [*ON_GPU, pytest.mark.usefixtures("combined_in_few_programs")]
 
 
 @pytest.fixture(autouse=True)

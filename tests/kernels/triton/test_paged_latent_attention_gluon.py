@@ -32,7 +32,7 @@ from ..paged import make_paged
 from .where import INTERPRETED, ON_GPU, to_device
 from .where import machine as present
 
-pytestmark = [*ON_GPU]
+pytestmark = [*ON_GPU, pytest.mark.usefixtures("combined_in_few_programs")]
 
 MODULES = {"key rows": key_rows, "warp groups": warp_groups, "clusters": warp_groups, "tensor memory": tensor_memory}
 NAMES = {
