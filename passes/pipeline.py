@@ -27,6 +27,7 @@ from .graph.rewriter import Rewriter
 from .graph.strides import keep_strides
 from .masks.given import given_mask
 from .masks.meaning import Meaning, understand
+from .mla.heads_apart import together_or_apart
 from .mla.nearest import with_nearest_queries
 from .mla.queries import query_latent
 from .mla.site import Site
@@ -102,7 +103,8 @@ class Pipeline:
         trace = Trace(graph)
         waits = waits_for_gathers(graph)
         with self._guards(choose):
-            tried = [self._treat(found, trace, choose, rewriter) for found in list(find(graph, trace))]
+            found = list(together_or_apart(find(graph, trace), trace))
+            tried = [self._treat(each, trace, choose, rewriter) for each in found]
         results = [result for result in tried if result.outcome.rewritten or not _mixes_inputs(result.found)]
         if any(result.outcome.rewritten for result in results):
             take_sizes_from_inputs(graph)

@@ -76,9 +76,8 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     pieces = *side_by_side(first, along[0]), *side_by_side(second, along[1])
     digits = [(digit.axis, own) for read, own in pieces for digit in read.digits]
     others = dict.fromkeys(axis for axis, own in digits if axis is not None and axis not in own)
-    counted = [own for read, own in zip((first, second), along, strict=True) if {*own} & read.axes]
     whole = all({*own} <= read.axes for read, own in zip((first, second), along, strict=True))
-    if not (counted and whole) or others.keys() & {*along[0], *along[1]}:
+    if not whole or others.keys() & {*along[0], *along[1]}:
         return None
     names = {own: bound_axis(place, own.size) for place, own in enumerate(others)}
     bound = [tuple(bound_axis(len(others), own.size) for own in owns) for _, owns in pieces]

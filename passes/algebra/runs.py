@@ -34,7 +34,7 @@ def as_one(
     """
     for a, own, b, others in _seams(first.dims[dim], second.dims[dim]):
         axis = Axis(total([1 if a is None else a.size, 1 if b is None else b.size]))
-        seam = _Seam(a, b, axis, source, joins, loosely)
+        seam = _Seam(a, b, axis, source, joins, loosely, apart=bool(own) and a is b is None)
         term = seam.term(first.term, change_term(second.term, dict(zip(others, own, strict=True))))
         if term is not None:
             return Form((*first.dims[:dim], (axis, *own), *first.dims[dim + 1 :]), term)
@@ -63,6 +63,8 @@ class _Seam:
     source: Hashable
     joins: bool = False
     loosely: bool = False
+    apart: bool = False
+    """Whether both pieces have axes of their own, and this axis only counts the two: they are not joined then."""
 
     def term(self, a: Term, b: Term, *, is_factor: bool = False, is_piece: bool = False) -> Term | None:
         """The element of both pieces as one; None if they are not adjacent.
@@ -85,7 +87,9 @@ class _Seam:
 
     def _laid(self, a: Term, b: Term) -> Term | None:
         """A read of the two tensors joined; None if they cannot be."""
-        if any(isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)):
+        if self.apart or any(
+            isinstance(t.read.source, Unread) or isinstance(t.parts, Undefined | Zero) for t in (a, b)
+        ):
             return None
         beside = a.axes - {self.first}, b.axes - {self.second}
         if not self.loosely and (a.read.source == b.read.source or beside[0] != beside[1]):

@@ -73,6 +73,8 @@ class Attention:
     """Set where values were padded to the width of the keys: `dims` includes the padding, all other fields do not."""
     packed: Packed | None = None
     """Set where queries and keys belong to several sequences, one behind the other."""
+    heads_apart: tuple[Attention, ...] = ()
+    """Those of its heads, the first of its rows, where each is computed by itself: what it is if it is no site."""
 
     @property
     def shared(self) -> bool:

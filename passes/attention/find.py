@@ -29,6 +29,7 @@ from ..nodes.shapes import shape_of, size_of
 from ..trace.trace import Trace
 from .attention import Attention, Score
 from .by_hand import from_weights
+from .heads_apart import in_one
 from .kernels import is_kernel
 from .nearly import nearly_weights
 from .outer import regrouped
@@ -40,10 +41,16 @@ from .summands import Mask
 
 
 def find(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:
-    """Every attention of the graph in order, or, in its place, the reason why it could not be read."""
+    """Every attention of the graph in order, or, in its place, the reason why it could not be read. Heads that are
+    computed one by one are one attention, where their outputs are joined."""
     found = list(_all(graph, trace))
     joined = {piece for whole in found if isinstance(whole, Attention) for piece in pieces_of(whole.node, trace)}
-    yield from (each for each in found if each.node not in joined)
+    left = {each.node: each for each in found if each.node not in joined}
+    for whole in in_one(graph, [each for each in left.values() if isinstance(each, Attention)], trace):
+        for head in whole.heads_apart:
+            del left[head.node]
+        left[whole.node] = whole
+    yield from (left[node] for node in graph.nodes if node in left)
 
 
 def _all(graph: fx.Graph, trace: Trace) -> Iterator[Attention | Refusal]:

@@ -16,6 +16,7 @@ from ..algebra.sizes import Unaligned
 from ..attention.find import find
 from ..code.splicing import emit
 from ..masks.meaning import Meaning, understand
+from ..mla.heads_apart import together_or_apart
 from ..mla.prove import prove
 from ..mla.site import Site
 from ..nodes.common_subexpressions import CommonSubexpressions
@@ -108,7 +109,7 @@ def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:
 
 def _sites(graph: fx.Graph, trace: Trace, choose: Choose) -> Iterator[Site]:
     """The sites of a graph for which there are paths."""
-    for found in find(graph, trace):
+    for found in together_or_apart(find(graph, trace), trace):
         if isinstance(found, Refusal):
             continue
         try:

@@ -37,7 +37,15 @@ class Rewriter:
                 output = self.replaced[part.place]
                 continue
             output = self._put(part.place, self._graph_of(site, part.code), part.code.sources)
+        for head in site.attention.heads_apart:
+            self._remove(head.node)
         return output
+
+    def _remove(self, node: fx.Node) -> None:
+        """Remove a node that nothing reads any more, and views of it."""
+        for view in list(node.users):
+            self._remove(view)
+        self.graph.erase_node(node)
 
     def _graph_of(self, site: Site, code: Code) -> fx.Graph:
         """The graph of code; that of an earlier site if their code is the same."""

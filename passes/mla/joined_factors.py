@@ -22,8 +22,9 @@ def with_joined_factors(attention: Attention) -> Attention | None:
     """An attention with keys and values that are joined over tokens, and values that are joined over columns, as
     products of joined factors; None if it has none."""
     keys = {*attention.keys}
-    value = _joined(attention.value, keys | {*attention.columns})
-    scores = tuple(replace(score, key=_joined(score.key, keys)) for score in attention.scores)
+    rows = {*attention.rows}
+    value = _joined(attention.value, keys | rows | {*attention.columns})
+    scores = tuple(replace(score, key=_joined(score.key, keys | rows)) for score in attention.scores)
     if value is attention.value and all(a.key is b.key for a, b in zip(scores, attention.scores, strict=True)):
         return None
     return replace(attention, value=value, scores=scores)

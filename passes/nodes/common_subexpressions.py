@@ -13,6 +13,8 @@ from torch import fx
 
 from .arguments import is_repeatable
 
+_NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool, int, float
+
 
 class CommonSubexpressions:
     """Finds nodes that compute the same thing: one op on the same arguments. Ask for the nodes of a graph in order."""
@@ -24,9 +26,11 @@ class CommonSubexpressions:
 
     def first(self, node: fx.Node) -> fx.Node:
         """The first node that computes what `node` computes."""
-        first = node
-        if node.op == "call_function":
-            if _is_pure(node.target):
+        first, value = node, node.meta.get("val")
+        if isinstance(value, torch.SymInt):  # of whatever tensor it is a size
+            first = self._known.setdefault((torch.SymInt, value.node.expr), node)
+        elif node.op == "call_function":
+            if _is_pure(node):
                 with contextlib.suppress(TypeError):  # an argument that is not hashable
                     key = node.target, self._key(node.args), self._key(tuple(node.kwargs.items())), self._writes
                     first = self._known.setdefault(key, node)
@@ -48,5 +52,8 @@ def number_key(number: float) -> Hashable:
     return number, math.copysign(1.0, number)
 
 
-def _is_pure(target: Any) -> bool:
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and is_repeatable(target))
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node writes to nothing: an op, or a number that is computed from numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return is_repeatable(node.target)
+    return node.target is operator.getitem or isinstance(node.meta.get("val"), _NUMBERS)

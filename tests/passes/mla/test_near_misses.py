@@ -117,7 +117,10 @@ NEAR_MISSES: dict[str, tuple[Function, str]] = {
     "a number that is not finite added to the keys": (changed_keys(lambda k: k - 1e400), "found `sub"),
     "rope on the nope part": (changed_keys(rotated), "an up-projection of"),
     "keys of flipped heads": (changed_keys(lambda k: k.flip(1)), "found `flip`"),
-    "keys of rolled heads": (changed_keys(lambda k: torch.cat([k[:, 2:], k[:, :2]], 1)), "2 pieces"),
+    "keys of heads of which some are changed": (
+        changed_keys(lambda k: torch.cat([k[:, 2:].tanh(), k[:, :2]], 1)),
+        "2 pieces",
+    ),
     "keys of reversed tokens": (changed_keys(lambda k: k.flip(2)), "found `flip`"),
     "a gate of each key and head": (
         changed_keys(lambda k: k * torch.ones(N, T, 1).double().cumsum(1)),
