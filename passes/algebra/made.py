@@ -70,8 +70,8 @@ def joined(first: Read, second: Read, along: tuple[Dim, Dim], axis: Axis) -> Rea
     """Two reads concatenated along `axis`; `along` gives the axes that count each read's own indices there. A read that
     lacks other axes of the one beside it repeats along them, as a prompt that all sequences begin with.
 
-    None if neither read differs along the join, or if one repeats along an axis in its `along`. The axes of the source
-    are the same in every source, so that two sources that are alike compare equal.
+    None if one repeats along an axis in its `along`. The axes of the source are the same in every source, so that two
+    sources that are alike compare equal.
     """
     pieces = *side_by_side(first, along[0]), *side_by_side(second, along[1])
     digits = [(digit.axis, own) for read, own in pieces for digit in read.digits]

@@ -74,7 +74,7 @@ class Attention:
     packed: Packed | None = None
     """Set where queries and keys belong to several sequences, one behind the other."""
     heads_apart: tuple[Attention, ...] = ()
-    """Those of its heads, the first of its rows, where each is computed by itself: what it is if it is no site."""
+    """Where the heads that are the first of its rows are computed one by one, the attention of each."""
 
     @property
     def shared(self) -> bool:

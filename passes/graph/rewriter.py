@@ -42,10 +42,11 @@ class Rewriter:
         return output
 
     def _remove(self, node: fx.Node) -> None:
-        """Remove a node that nothing reads any more, and views of it."""
+        """Remove a node if nothing reads it any more, nor views of it."""
         for view in list(node.users):
             self._remove(view)
-        self.graph.erase_node(node)
+        if not node.users:
+            self.graph.erase_node(node)
 
     def _graph_of(self, site: Site, code: Code) -> fx.Graph:
         """The graph of code; that of an earlier site if their code is the same."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ..algebra.sizes import Unaligned
 from ..attention.attention import Attention
+from ..nodes.guards import GuardNeeded
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .prove import prove
@@ -21,8 +25,9 @@ def together_or_apart(found: Iterable[Attention | Refusal], trace: Trace) -> Ite
 
 
 def _share(attention: Attention, trace: Trace) -> bool:
+    """Whether all heads of an attention have one latent and the same rope keys."""
     try:
         site = prove(attention, trace)
-    except Refusal:
+    except (Refusal, Unaligned, GuardNeeded, GuardOnDataDependentSymNode):
         return False
     return attention.rows[0] in site.heads and not site.own_ropes and site.groups is None

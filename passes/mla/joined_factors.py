@@ -2,6 +2,7 @@
 
     value = cat(prompt W_UV, repeated for each sequence; latent W_UV)   =   cat(prompt, repeated; latent) W_UV
     value = cat(latent W[:, :i], latent W[:, j:])                       =   latent cat(W[:, :i], W[:, j:])
+    key   = stack([cat(latent W_0, rope), cat(latent W_1, rope)])       =   cat(latent stack([W_0, W_1]), rope)
 
 A prompt that all sequences begin with has such keys and values. Pieces that differ between the same rows, and parts of
 two weights, are one product already in the trace, which does not know rows from columns: what repeats there may be
@@ -19,12 +20,11 @@ from ..attention.attention import Attention
 
 
 def with_joined_factors(attention: Attention) -> Attention | None:
-    """An attention with keys and values that are joined over tokens, and values that are joined over columns, as
-    products of joined factors; None if it has none."""
-    keys = {*attention.keys}
-    rows = {*attention.rows}
-    value = _joined(attention.value, keys | rows | {*attention.columns})
-    scores = tuple(replace(score, key=_joined(score.key, keys | rows)) for score in attention.scores)
+    """An attention with keys and values that are joined over tokens or heads, and values that are joined over columns,
+    as products of joined factors; None if it has none."""
+    along = {*attention.keys, *attention.rows}
+    value = _joined(attention.value, along | {*attention.columns})
+    scores = tuple(replace(score, key=_joined(score.key, along)) for score in attention.scores)
     if value is attention.value and all(a.key is b.key for a, b in zip(scores, attention.scores, strict=True)):
         return None
     return replace(attention, value=value, scores=scores)

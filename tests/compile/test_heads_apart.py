@@ -53,8 +53,16 @@ class Model(nn.Module):
         return self.o_proj(joined), (past,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("by_hand", "join"), [(False, "cat"), (True, "cat"), (False, "stack"), (True, "unsqueezed")])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("by_hand", "join"),
+    [
+        (True, "cat"),
+        (False, "unsqueezed"),
+        pytest.param(False, "cat", marks=pytest.mark.slow),
+        pytest.param(True, "stack", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("without_codegen")
 def test_prompts_and_steps_at_any_length(dtype: torch.dtype, by_hand: bool, join: str) -> None:
     torch.manual_seed(0)
@@ -65,7 +73,7 @@ def test_prompts_and_steps_at_any_length(dtype: torch.dtype, by_hand: bool, join
     ]
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients(by_hand: bool) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(2, 40, HIDDEN), torch.zeros(2, 0, L + R)]
