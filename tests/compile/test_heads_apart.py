@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.compile.steps import prompts_and_steps
 from tests.training import assert_every_gradient
 
-HIDDEN, N, P, R, V, L = 48, 5, 16, 8, 12, 20
+HIDDEN, N, P, R, V, L = 48, 3, 16, 8, 12, 20
 
 
 class Head(nn.Module):
