@@ -109,7 +109,8 @@ def merge(read: Read, axes: Dim, whole: Axis) -> Read:
     return replace(read, dims=tuple(map(merged, read.dims)))
 
 
-def _change_axes(axes: Iterable[Axis], changes: Changes) -> Dim:
+def change_axes(axes: Iterable[Axis], changes: Changes) -> Dim:
+    """What becomes of axes."""
     changed: list[Axis] = []
     for axis in axes:
         match changes.get(axis, axis):
@@ -229,7 +230,7 @@ def change_term(term: Term, changes: Changes) -> Term:
         match parts:
             case Product(left, right, summed, scale):
                 left, right = change_term(left, changes), change_term(right, changes)
-                return Term(read, Product(left, right, _change_axes(summed, changes), scale))
+                return Term(read, Product(left, right, change_axes(summed, changes), scale))
             case Sum(terms):
                 return Term(read, Sum(tuple(change_term(addend, changes) for addend in terms)))
             case Join():
@@ -283,7 +284,7 @@ def change(form: Form, changes: Changes) -> Form:
     """Apply changes of axes to a form and its dimensions."""
     if not changes:
         return form
-    return Form(tuple(_change_axes(dim, changes) for dim in form.dims), change_term(form.term, changes))
+    return Form(tuple(change_axes(dim, changes) for dim in form.dims), change_term(form.term, changes))
 
 
 DEPTH = 4

@@ -16,11 +16,11 @@ from torch import fx
 from ..algebra.made import joined
 from ..algebra.operations import alike, read_of
 from ..algebra.sizes import Unaligned
-from ..algebra.substitution import change_term
 from ..algebra.terms import Axis, Dim, Form, Join, Segment, Term, Unread
 from ..nodes.arguments import arguments, aten, is_tensor
 from ..trace.trace import Trace
 from .attention import Attention
+from .changed import changed
 
 _JOINS = (aten.cat.default, aten.stack.default)
 
@@ -82,7 +82,7 @@ def _joined(node: fx.Node, heads: Sequence[Attention]) -> Attention | None:
     axes = [Axis(axis.size) for axis in _axes(heads[0])]  # new ones, which mean nothing else in any of the heads
     if any(not alike(_axes(head), tuple(axes)) or _counts(head) != _counts(heads[0]) for head in heads):
         return None
-    renamed = [_renamed(head, dict(zip(_axes(head), axes, strict=True))) for head in heads]
+    renamed = [changed(head, dict(zip(_axes(head), axes, strict=True))) for head in heads]
     first = renamed[0]
     if any(_shared(each) != _shared(first) for each in renamed):
         return None
@@ -127,31 +127,6 @@ def _counts(attention: Attention) -> list[int]:
     """How many axes it has of each kind."""
     dims = attention.rows, attention.keys, attention.columns, *(score.summed for score in attention.scores)
     return [len(dim) for dim in dims]
-
-
-def _renamed(attention: Attention, names: Mapping[Axis, Axis]) -> Attention:
-    """An attention over other axes."""
-
-    def dim(axes: Dim) -> Dim:
-        return tuple(names[axis] for axis in axes)
-
-    def term(own: Term) -> Term:
-        return change_term(own, names)
-
-    return replace(
-        attention,
-        dims=tuple(map(dim, attention.dims)),
-        rows=dim(attention.rows),
-        keys=dim(attention.keys),
-        columns=dim(attention.columns),
-        scores=tuple(
-            replace(score, query=term(score.query), key=term(score.key), summed=dim(score.summed))
-            for score in attention.scores
-        ),
-        value=term(attention.value),
-        masks=tuple(replace(mask, term=term(mask.term)) for mask in attention.masks),
-        queries=None if attention.queries is None else dim(attention.queries),
-    )
 
 
 def _queries(terms: Sequence[Term], head: Axis) -> Term | None:

@@ -29,11 +29,11 @@ from ..algebra.sizes import Size, Unaligned, product, total
 from ..algebra.substitution import Split
 from ..algebra.terms import Axis, Bits, Dim, Form, How, Join, Product, Read, Segment, Sum, Term, Unread, Zero
 from ..attention.attention import Attention
+from ..attention.changed import changed
 from ..nodes.arguments import arguments, aten, factor_of, is_tensor
 from ..trace.trace import Trace
 from ..trace.weights import factors
 from .chosen import Choice, choice_of
-from .groups import changed
 from .multiplied import multiplied_product
 
 _DEPTH = 8

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from ..algebra.sizes import Size, Unaligned, product, same
-from ..algebra.substitution import Pin, Split, change_term
+from ..algebra.substitution import Pin, Split
 from ..algebra.terms import Axis, Dim, Join, Term
 from ..attention.attention import Attention
+from ..attention.changed import changed
 from ..nodes.refusal import Refusal
 from .products import summands, up_projection
 from .site import Site
@@ -101,30 +101,3 @@ def _joins(term: Term) -> Iterator[Join]:
         yield term.parts
         for segment in term.parts.segments:
             yield from _joins(segment.term)
-
-
-def changed(attention: Attention, changes: Mapping[Axis, Pin | Split]) -> Attention:
-    """An attention with some of its rows split into two axes, or pinned to one index."""
-
-    def axes(dim: Dim) -> Dim:
-        kept: list[Axis] = []
-        for axis in dim:
-            match changes.get(axis):
-                case Split(slow, fast):
-                    kept += [slow, fast]
-                case None:
-                    kept.append(axis)
-        return tuple(kept)
-
-    def at(term: Term) -> Term:
-        return change_term(term, changes)
-
-    return replace(
-        attention,
-        dims=tuple(map(axes, attention.dims)),
-        rows=axes(attention.rows),
-        scores=tuple(replace(score, query=at(score.query), key=at(score.key)) for score in attention.scores),
-        value=at(attention.value),
-        masks=tuple(replace(mask, term=at(mask.term)) for mask in attention.masks),
-        sinks=tuple(replace(sink, term=at(sink.term)) for sink in attention.sinks),
-    )
