@@ -131,6 +131,7 @@ def test_as_many_threads_as_are_of_any_use(calls, monkeypatch):
     assert threads == [16 * os.cpu_count()]
 
 
+@pytest.mark.slow
 def test_a_reader_that_reads_nothing_ends_a_command_quietly():
     reader, writer = os.pipe()
     os.close(reader)

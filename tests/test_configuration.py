@@ -39,7 +39,8 @@ def test_a_benchmark_plugin_that_is_switched_off_ends_nothing(tmp_path, text, en
     assert (done.returncode == 0) == ends_well, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("given", "threads"), [(None, "1"), pytest.param("3", "3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "threads"), [(None, "1"), ("3", "3")])
 def test_processes_that_share_the_cores_start_none_to_compile(given, threads):
     """Unless somebody says otherwise."""
     looks = "import tests.conftest, torch._inductor.config as config; print(config.compile_threads)"

@@ -88,7 +88,8 @@ def test_it_runs_in_another_process(trained: bool, tmp_path: Path) -> None:
         assert_as_close_as_eager(got, near, right)
 
 
-@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["inference", "trained"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "trained"])
 def test_nothing_is_compiled_again_with_precompile_artifacts(trained: bool, tmp_path: Path) -> None:
     """torch finds them by the function alone: under another backend, which does not import this library, too."""
     torch.manual_seed(0)

@@ -254,6 +254,7 @@ def test_naive_attention_to_dtensors_is_rewritten():
         torch.testing.assert_close(one, eager)
 
 
+@pytest.mark.slow
 def test_the_backend_can_be_imported_where_torch_lacks_a_function_for_sharding():
     code = "from torch.distributed.tensor._ops import utils; del utils.expand_to_full_mesh_op_strategy"
     code += "; import logging; logging.basicConfig(level=logging.INFO)"

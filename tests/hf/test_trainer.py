@@ -138,6 +138,7 @@ TorchDynamoPlugin(backend="mla")
 """
 
 
+@pytest.mark.slow
 def test_accelerate_knows_a_list_of_backends():
     """This is why it has to be told of `mla`."""
     ran = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)

@@ -183,7 +183,8 @@ def test_mla_compile_imported_after_it(library):
     run(IMPORTED_AFTER, library)
 
 
-@pytest.mark.parametrize("state", [pytest.param("imported", marks=pytest.mark.slow), "taken over"])
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["imported", "taken over"])
 def test_mla_compile_imported_before_it(library, state):
     run(IMPORTED_BEFORE, library, state)
 
