@@ -5,6 +5,7 @@
     e = exp(s);  (e @ v) / e.sum()                             by hand, divided after the product with the values
     e = exp2(s), 2**s                                          of scores times log 2
     e / max(e.sum(), 1e-20)                                    bounded by less than it is in a row with keys
+    w / w.sum(),  w / max(w.sum(), 1e-9)                       divided by their own sum, which is 1
     e / (1 + e.sum())                                          with a share for keys without values (see `shares`)
     nan_to_num(w), where(seen, w, 0)                           with some of them set to 0 (see `zeroed`)
 
@@ -23,6 +24,7 @@ from ..algebra import operations
 from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.walk import makers, walk
 from ..trace.trace import Trace
 from .copies import copied
 from .finite import before_finite
@@ -98,16 +100,20 @@ def _with_zeros(node: fx.Node, trace: Trace) -> Weights | None:
 def _divided(node: fx.Node, numerator: Any, total: Any, trace: Trace) -> Weights | None:
     """Weights that are an exponential divided by its sum."""
     source = copied(numerator, trace)
+    while is_tensor(total) and total.target is aten.expand.default:
+        total = arguments(total)[0]
     if source is None or not is_tensor(total):
         return None
     dim = _summed_dim(total, source, trace)
     if dim is None:
         parts = node, numerator, source, total, trace
-        return _divided_by_bounded(*parts) or _shared(*parts)
+        return _divided_by_bounded(*parts) or _shared(*parts) or _divided_by_one(*parts)
     if not _spans(trace[total], trace[numerator], dim):
         return None
     if (exponent := exponent_of(source)) is not None:
         return Weights(node, exponent[0], dim, factor=exponent[1])
+    if (again := _divided_by_one(node, numerator, source, total, trace)) is not None:
+        return again
     found = zeroed(source, trace)
     if found is None or found.seen is None:
         return None
@@ -169,6 +175,21 @@ def _divided_by_bounded(
     return replace(weights, seen=seen, within=(zeros.of, source, *found.nodes))
 
 
+def _divided_by_one(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:
+    """Weights `source` divided by their sum, or by that bounded from below by at most the 1 that it is."""
+    summed, least = above_least(total, trace) or (total, 0.0)
+    dim = _summed_dim(summed, source, trace)
+    weights = None if dim is None else weights_of(source, trace)
+    if weights is None or weights.dim != dim or weights.seen is not None or weights.shares is not None:
+        return None
+    if not _spans(trace[total], trace[numerator], weights.dim):
+        return None
+    between = walk(node.all_input_nodes, lambda each: () if each is source else makers(each))
+    within = (*weights.within, *between)
+    zeros = least > 0  # a row of zeros stays one, where 0 / 0 is NaN
+    return replace(weights, node=node, safe=weights.safe and zeros, numbers=weights.numbers and zeros, within=within)
+
+
 def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:
     """Weights that are an exponential `source` divided by its sum plus something else."""
 
@@ -224,7 +245,8 @@ _WITH_A_NUMBER = {
     aten.clamp_min.default,
     aten.maximum.default,
 }
-_TOTALS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.sum.dim_IntList}
+_NORMS = (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)
+_TOTALS = {aten.sum.dim_IntList, *_NORMS}
 
 
 def _inverted(node: Any, trace: Trace) -> fx.Node | None:
@@ -298,11 +320,16 @@ def _exponential(node: fx.Node, trace: Trace) -> Weights | None:
 
 
 def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
-    """The dimension of `of` over which `total` is its sum."""
+    """The dimension of `of`, of which no element is negative, over which `total` is its sum."""
     source = trace.source(total)
-    if source is None or source.target is not aten.sum.dim_IntList:
+    if source is None or source.target not in (aten.sum.dim_IntList, *_NORMS):
         return None
-    dims: Any = (*arguments(source), None)[1]
+    rest = arguments(source)[1:]
+    if source.target in _NORMS:
+        order, *rest = rest
+        if order != 1:
+            return None
+    dims: Any = (*rest, None)[0]
     if copied(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:
         return None
     return int(dims[0]) % len(trace[of].dims)

@@ -17,6 +17,7 @@ from ..algebra.runs import as_one
 from ..algebra.substitution import change_term
 from ..algebra.terms import Axis, Form, Join, Term
 from ..attention.attention import Attention
+from .zero_pieces import with_zeros_made
 
 
 def with_joined_factors(attention: Attention) -> Attention | None:
@@ -47,7 +48,7 @@ def _joined(term: Term, along: set[Axis]) -> Term:
 
 def _in_one(term: Term, join: Join) -> Term:
     """A term that is joined of products as one product, or a sum of one; the term itself if it is none."""
-    first, *others = (Form((segment.axes,), segment.term) for segment in join.segments)
+    first, *others = (Form((segment.axes,), segment.term) for segment in with_zeros_made(join.segments))
     run: Form | None = first
     for piece in others:
         run = None if run is None else as_one(None, run, piece, 0, joins=True, loosely=True)
