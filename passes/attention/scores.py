@@ -7,7 +7,9 @@ softmax(cat(s[..., :n], s[..., n:] + bias)),  s = q k^T       ->  one product, o
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +17,9 @@ from torch import fx
 
 from mla_compile.score_spacing import lost_below, lost_in_ops
 
+from ..algebra import operations
 from ..algebra.factored import factored
-from ..algebra.sizes import Size, same, total
+from ..algebra.sizes import Size, Unaligned, same, total
 from ..algebra.terms import Axis, Form, Join, Product, Sum
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
 from ..nodes.constants import constant_of
@@ -176,8 +179,13 @@ def _summands(form: Form, labels: tuple[int, ...], factor: float, key: int, trac
     if isinstance(form.term.parts, Sum) and not (added and through is not None):
         return [_term_of_sum(replace(form, term=term), labels, factor) for term in form.term.parts.terms]
     found: list[Summand] = []
-    if isinstance(source, fx.Node) and through is not None and source.op == "call_function":
-        found = _Op(source, through, factor * math.prod(form.term.read.factors), key, trace).summands()
+    if isinstance(source, fx.Node) and source.op == "call_function":
+        factor_of_op = factor * math.prod(form.term.read.factors)
+        if through is not None:
+            found = _Op(source, through, factor_of_op, key, trace).summands()
+        elif _keeps_order(form):
+            with contextlib.suppress(Unaligned):
+                found = _Op(source, labels, factor_of_op, key, trace, form.shape).summands()
     return found or [Summand(form, labels, Mask(form.term, attends=False, factor=factor))]
 
 
@@ -190,6 +198,8 @@ class _Op:
     factor: float
     key: int
     trace: Trace
+    shape: Sequence[Size] | None = None
+    """That of the scores, where they are a view of the result with other dimensions."""
 
     def summands(self) -> list[Summand]:
         """The summands of its operands; empty if its result is another function of these than a sum with masks."""
@@ -208,8 +218,15 @@ class _Op:
         return self._filled() or self._joined()
 
     def _operand(self, node: fx.Node, factor: float) -> list[Summand]:
-        form = self.trace[node]
+        form = self._form(node)
         return _summands(form, self._labels_of(form), factor, self.key, self.trace)
+
+    def _form(self, node: fx.Node) -> Form:
+        """The form of an operand, or of the result, over the dimensions of the scores."""
+        form = self.trace[node]
+        if self.shape is None:
+            return form
+        return operations.view(operations.expand(form, self.trace[self.node].shape), self.shape)
 
     def _labels_of(self, form: Form) -> tuple[int, ...]:
         """The labels of an operand that is broadcast to the result."""
@@ -227,7 +244,7 @@ class _Op:
         summands = self._operand(node, factor)
         if _holds_product(summands):
             return summands
-        form = self.trace[node]
+        form = self._form(node)
         dtype = self.node.meta["val"].dtype
         highest = abs(self.factor) * min(lost_below(dtype), HIDES) if dtype.is_floating_point else None
         mask = Mask(form.term, attends=False, factor=factor, highest=highest)
@@ -235,7 +252,7 @@ class _Op:
 
     def _times(self, node: fx.Node, by: fx.Node) -> list[Summand]:
         """The products in `node` times a tensor that is the same for all keys; empty if it is not, or there is more."""
-        summands, form = self._operand(node, self.factor), self.trace[by]
+        summands, form = self._operand(node, self.factor), self._form(by)
         own = self._labels_of(form)
         of_keys = self.key in own and not form.term.axes.isdisjoint(form.dims[own.index(self.key)])
         if of_keys or not all(isinstance(s.what, float) for s in summands):
@@ -255,7 +272,7 @@ class _Op:
                 scores, mask, fill, inverted = b, a, constant_of(c), False
             case aten.where.self if is_tensor(c) and constant_of(b) is not None:
                 scores, mask, fill, inverted = c, a, constant_of(b), True
-            case aten.index_put.default if (by_index := filled_by_index(self.node)) is not None:
+            case aten.index_put.default if self.shape is None and (by_index := filled_by_index(self.node)) is not None:
                 scores, (mask, fill), inverted = a, by_index, True
             case _:
                 return []
@@ -263,7 +280,7 @@ class _Op:
             return []
         if self.factor <= 0 or fill > HIDES or fill * self.factor > _VANISHES:
             return []
-        form = self.trace[mask]
+        form = self._form(mask)
         own = self._labels_of(form) if by_index is None else self.labels[: len(form.dims)]
         rejected = Mask(form.term, attends=True, fill=fill * self.factor, inverted=inverted)
         return [*self._operand(scores, self.factor), Summand(form, own, rejected)]
@@ -271,7 +288,7 @@ class _Op:
     def _joined(self) -> list[Summand]:
         """The summands of scores that are joined of those of parts of the keys, as by a write to the last of them;
         empty if they are not the same for all parts but for masks."""
-        form = self.trace[self.node]
+        form = self._form(self.node)
         join = form.term.parts or form.term.joined
         if not isinstance(join, Join) or self.key not in self.labels:
             return []
@@ -317,6 +334,13 @@ def _holds_product(summands: list[Summand]) -> bool:
 def highest_fill(node: fx.Node) -> float:
     """The greatest number that leaves nothing of a score of a node's dtype to which ops add it."""
     return lost_in_ops(node.meta["val"].dtype)
+
+
+def _keeps_order(form: Form) -> bool:
+    """Whether a form reads all of its source in order: only dimensions may be divided or merged."""
+    read = form.term.read
+    counted = [digit.axis for digits in read.dims for digit in digits if digit.axis is not None]
+    return read.whole and counted == [axis for dim in form.dims for axis in dim]
 
 
 def labels_through(form: Form, labels: tuple[int, ...]) -> tuple[int, ...] | None:
