@@ -1,10 +1,10 @@
-"""Make one up-projection of two linear maps in a row, the first of which gives each head an intermediate of its own.
+"""Make one up-projection of two linear maps in a row, between which is no latent, or a wider one than before them.
 
     value[b, n, t, v] = sum_m (sum_l latent[b, t, l] A[n, m, l] + a[n, m]) B[n, v, m]
                       = sum_l latent[b, t, l] (B A)[n, v, l] + (B a)[n, v]
 
-The intermediate of each head is no latent that heads share, so its own latent is taken. An intermediate that all heads
-share is a latent: it stays one.
+If each head has an intermediate of its own, heads do not share it. If they do (there is no `n` in A), it is a latent,
+and stays one unless what it is made of is narrower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from ..algebra.joins import stacked
 from ..algebra.made import contracted
-from ..algebra.terms import Axis, Join, Product, Sum, Term, Unread
+from ..algebra.sizes import known_at_most, product, total
+from ..algebra.terms import Axis, Dim, Join, Product, Sum, Term, Unread
 from ..attention.attention import Attention
 from .products import UpProjection, times, up_projection
 
@@ -27,6 +28,12 @@ def composed(attention: Attention) -> Attention | None:
     if value is attention.value and all(a.key is b.key for a, b in zip(scores, attention.scores, strict=True)):
         return None
     return replace(attention, value=value, scores=scores)
+
+
+def _is_narrower(rank: Dim, other: Dim) -> bool:
+    """Whether a latent over the axes `rank` has fewer columns than one over `other`."""
+    width, wider = (product(axis.size for axis in axes) for axes in (rank, other))
+    return known_at_most(total([width, 1]), wider)
 
 
 def _composed(term: Term, keys: set[Axis], rows: set[Axis]) -> Term:
@@ -77,7 +84,7 @@ def _distributed(
         first = up_projection(addend, keys)
         if first is None or not first.latent.axes.isdisjoint(outer.rank):
             return None
-        if not (first.weight.axes & rows) - first.latent.axes:
+        if not (first.weight.axes & rows) - first.latent.axes and not _is_narrower(first.rank, outer.rank):
             return None
         weight = times(contracted(first.weight, outer.weight, outer.rank), first.scale)
         made.append(unread(Product(first.latent, Term(weight), first.rank, outer.scale)))

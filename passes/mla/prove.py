@@ -54,11 +54,10 @@ def prove(attention: Attention, trace: Trace) -> Site:
         best = _otherwise(as_written, attention, trace)
     else:
         best = _with_fewer_ropes(found, attention, trace)
-    if best is None or (best.groups is not None and not best.heads):  # no two heads share a latent
+    if (in_one := composed(attention)) is not None:
         with contextlib.suppress(Refusal):
-            if (in_one := composed(attention)) is not None:
-                site = prove(in_one, trace)
-                best = site if best is None or _narrower(site, best) else best
+            site = prove(in_one, trace)
+            best = site if best is None or _narrower(site, best) else best
     if best is None:
         assert isinstance(found, Refusal)
         raise found
@@ -200,6 +199,8 @@ def _width(site: Site) -> Size:
     """How many elements a key takes: of all latents, and of the rope keys that each head has for itself."""
     latent = site.latent.read.axes | {*site.rank}
     keys = [latent, *(rope.key.axes for rope in site.own_ropes)]
+    if site.of_keys is not None:
+        keys.append(site.of_keys.latent.read.axes | {*site.of_keys.rank})
     groups = site.groups.axes if site.groups is not None else ()
     of_one = total(product(axis.size for axis in axes.difference(site.attention.keys)) for axes in keys)
     return product([of_one, *(axis.size for axis in groups)])

@@ -19,6 +19,7 @@ from mla_compile.passes.algebra.terms import (
     Constant,
     Form,
     Join,
+    Joined,
     Laid,
     Lookup,
     Product,
@@ -76,7 +77,7 @@ class World:
 
     def read(self, read: Read, grids: Mapping[Axis, Grid]) -> np.ndarray:
         """The elements that a read names. Asserts that every index is within the tensor."""
-        made = isinstance(read.source, Constant | Laid | Scaled | Stacked)
+        made = isinstance(read.source, Constant | Joined | Laid | Scaled | Stacked)
         tensor = self._made(read.source) if made else self.tensors[read.source]
         assert len(read.dims) == tensor.ndim
         indices = []
@@ -100,13 +101,19 @@ class World:
                 elements = torch.from_numpy(elements.astype(np.uint8)).view(step.dtype).double().numpy()
         return elements
 
-    def _made(self, source: Constant | Laid | Scaled | Stacked) -> np.ndarray:
+    def _made(self, source: Constant | Joined | Laid | Scaled | Stacked) -> np.ndarray:
         """The elements of a source that is not a tensor of the graph."""
         if isinstance(source, Constant):
             return np.full([self.number(axis.size) for axis in source.axes], source.number)
         if isinstance(source, Laid):
             whole = Form((source.parts, *((axis,) for axis in source.others)), Term(source.of))
             return self.element(whole, self.read(source.of, self.grids(whole)))
+        if isinstance(source, Joined):
+            pieces = []
+            for piece, along in zip(source.pieces, source.along, strict=True):
+                whole = Form((along, *((axis,) for axis in source.axes)), Term(piece))
+                pieces.append(self.element(whole, self.read(piece, self.grids(whole))))
+            return np.concatenate(pieces)
         of, *_ = source.pieces if isinstance(source, Stacked) else (source.of,)
         whole = Form(tuple((axis,) for axis in source.axes), Term(of))
         grids = self.grids(whole)

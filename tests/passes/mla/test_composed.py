@@ -175,6 +175,70 @@ def test_an_intermediate_of_all_heads_is_a_latent() -> None:
     assert site(between_heads, *inputs()).sizes["L"] == M
 
 
+def mixed(*, keys: bool, values: bool, bias: bool = False, rope: bool = True) -> Function:
+    """A matrix that mixes all heads comes after an up-projection, for keys and for values that are of one width."""
+
+    def function(q, latent, k_rope, *maps):
+        a, b, bias_a, bias_b, *_ = maps
+        mix = (b.flatten()[: N * M] + torch.eye(N * M, dtype=b.dtype)) / N
+        between = [dense_first(latent, each) for each in (a, a.flip(-1))]
+        if bias:
+            between = [each + own[:, None] for each, own in zip(between, (bias_a, bias_b[:, :M]), strict=True)]
+        flat = [each.transpose(1, 2).flatten(2) for each in between]
+        flat = [each @ mix if mixes else each for each, mixes in zip(flat, (keys, values), strict=True)]
+        k, v = (each.unflatten(-1, (N, M)).transpose(1, 2) for each in flat)
+        q = q[..., : M + R if rope else M]
+        return attend(q, k, k_rope, v) if rope else mla.sealed(q, k, v)
+
+    return function
+
+
+def of_values_from_keys(q, latent, k_rope, *maps):
+    """Values are made of the keys of all heads."""
+    a, b, *_ = maps
+    keys = dense_first(latent, a)
+    mix = b.flatten()[: N * M] + torch.eye(N * M, dtype=b.dtype)
+    v = (keys.transpose(1, 2).flatten(2) @ mix).unflatten(-1, (N, M)).transpose(1, 2)
+    return attend(q[..., : M + R], keys, k_rope, v)
+
+
+def of_all_heads_twice(q, latent, k_rope, *maps):
+    """Values go through all heads, and then through fewer columns that are still more than the latent has."""
+    a, *_ = maps
+    first = torch.linspace(-1, 1, N * M * (L + 2), dtype=a.dtype).view(N * M, L + 2)
+    second = torch.linspace(1, -1, N * M * (L + 2), dtype=a.dtype).view(L + 2, N * M)
+    keys = dense_first(latent, a)
+    v = (keys.transpose(1, 2).flatten(2) @ first @ second).unflatten(-1, (N, M)).transpose(1, 2)
+    return attend(q[..., : M + R], keys, k_rope, v)
+
+
+MIXED = {
+    "keys": mixed(keys=True, values=False),
+    "values": mixed(keys=False, values=True),
+    "both": mixed(keys=True, values=True),
+    "both, no rope": mixed(keys=True, values=True, rope=False),
+    "keys, no rope": mixed(keys=True, values=False, rope=False),
+    "both with biases": mixed(keys=True, values=True, bias=True),
+    "values from keys": of_values_from_keys,
+    "twice": of_all_heads_twice,
+}
+
+
+@pytest.mark.parametrize("function", MIXED.values(), ids=MIXED)
+def test_an_intermediate_of_all_heads_that_is_wider_is_none(function: Function) -> None:
+    check_rewritten(function, inputs())
+    assert site(function, *inputs()).sizes["L"] == L
+
+
+@pytest.mark.parametrize("name", ["both", "values from keys"])
+def test_few_queries_go_through_the_intermediate_of_all_heads(name: str) -> None:
+    """What all tokens have there is not computed."""
+    of_one = [part[:1] for part in inputs()[:3]]
+    ((_, module, _),) = compiled(MIXED[name], [*of_one, *inputs()[3:]], paths=["absorbed"])
+    made = [node for node in module.graph.nodes if node.op == "call_function" and isinstance(node.meta["val"], Tensor)]
+    assert not [node for node in made if node.meta["val"].numel() == N * M * T]
+
+
 def with_a_nonlinearity(q, latent, k_rope, *maps):
     a, b, _, _, c, d, *_ = maps
     return attend(q, dense_first(latent, a).relu() @ b.mT, k_rope, dense_first(latent, c).relu() @ d.mT)

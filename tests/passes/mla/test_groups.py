@@ -113,11 +113,14 @@ def from_few_columns(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w
     return sealed(q, torch.cat([expanded(made, w_uk), to_heads(k_rope)], -1), expanded(made, w_uv))
 
 
-def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
-    """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g."""
+def in_zeros(
+    *places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed, number: float = 0.0
+) -> Callable[..., Tensor]:
+    """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g, in
+    a tensor of another `number`."""
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
-        k, v = (q.new_zeros(B, HEADS, T, width) for width in (P + R, V + 3))
+        k, v = q.new_zeros(B, HEADS, T, P + R), q.new_full((B, HEADS, T, V + 3), number)
         for g, (c, uk, uv) in enumerate(zip(latents.unbind(2), w_uk.chunk(G), w_uv.chunk(G), strict=True)):
             normed, heads = F.rms_norm(c, (L,)) * (g + 1), slice(g * EACH, (g + 1) * EACH)
             k[:, heads, :, :P] = torch.einsum("btl,ndl->bntd", normed, uk)
@@ -201,11 +204,11 @@ GROUPED = GATED | {
     "written behind zeros": in_zeros(1, 1, 1, cut=False),
     "written into zeros, softmax by hand": in_zeros(2, 2, 2, attend=softmax(lambda s: s)),
     "a head each": a_head_each,
-    "made of few columns": from_few_columns,
     "einsum": attention(expanded),
     "repeated": attention(repeated),
     "joined": attention(joined),
     "in one tensor": in_one_tensor,
+    "written to other columns in one group": in_zeros(0, 0, 1, cut=False),
     "tokens before heads": lambda *args: attention(expanded)(*args).transpose(1, 2).flatten(2),
     "softmax by hand": attention(expanded, softmax(lambda s: s)),
     "a bias a head and a mask": attention(expanded, softmax(slopes)),
@@ -224,6 +227,12 @@ def test_a_latent_a_group_is_an_attention_a_group(function: Callable[..., Tensor
         ops = [node for node in module.graph.nodes if "latent_attention" in str(node.target)]
         ops += [node for node in module.graph.nodes if "expanded_attention" in str(node.target)]
         assert len(ops) == G
+
+
+def test_what_the_latents_of_all_groups_are_made_of_is_one_latent_if_it_is_narrower() -> None:
+    for path, _, (outcome,) in compiled(from_few_columns, tensors()):
+        assert outcome.path == path
+        assert (outcome.shapes["L"], outcome.shapes["N"]) == ("3", str(HEADS))
 
 
 def in_two_tensors(latents: Tensor, weight: Tensor) -> Tensor:
@@ -299,7 +308,7 @@ REFUSED = {
         G,
         "an up-projection times `",
     ),
-    "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
+    "written beside other numbers": (in_zeros(0, 0, 1, cut=False, number=0.5), G, "that are stored expanded"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
     "groups within one group": (attention(in_one_group_only), G, "expected values that are an up-projection"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
