@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,6 +31,17 @@ from .scheduling import resuming
 LEAST_PAGE = 4
 """The smallest page that transformers' engine takes."""
 _CALL = "call generate_batch or continuous_batching_context_manager, or use the model that this one was made from"
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    for place, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise CacheMismatchError(f"expected a token or more in each request, found none in request {place}")
+
+
+def _check_beams(beams: int | None) -> None:
+    if (beams or 1) > 1:
+        raise CacheMismatchError(f"expected one beam per request, found num_beams={beams}: the engine searches none")
 
 
 class ContinuousModel(nn.Module, ContinuousMixin):
@@ -107,12 +118,14 @@ class ContinuousModel(nn.Module, ContinuousMixin):
         """As in transformers.
 
         Raises: CacheMismatchError for several sequences per request and for offloading of blocks to the CPU: in both
-        cases the engine would copy blocks of its own cache.
+        cases the engine would copy blocks of its own cache; for beams, which it would not search. The manager raises it
+        for a request without a prompt, for which the engine would take a token of another request.
         """
         generation = generation_config or self.generation_config
         batching = continuous_batching_config or ContinuousBatchingConfig()
         if (generation.num_return_sequences or 1) > 1:
             raise CacheMismatchError(f"expected one sequence per request, found {generation.num_return_sequences}")
+        _check_beams(generation.num_beams)
         if batching.cpu_offload_space:
             raise CacheMismatchError(f"expected no cpu_offload_space, found {batching.cpu_offload_space} GiB")
         # We compile the steps ourselves: the engine would pad compiled steps to 64 tokens and 16,384 keys, and would no
@@ -127,7 +140,21 @@ class ContinuousModel(nn.Module, ContinuousMixin):
             varlen_compile_config=None,
             decode_compile_config=None,
         )
-        return super().init_continuous_batching(generation, batching, workload_hints)
+        manager = super().init_continuous_batching(generation, batching, workload_hints)
+        add_request = manager.add_request
+
+        def add(input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            _check_prompts([input_ids])
+            return add_request(input_ids, *args, **kwargs)
+
+        manager.add_request = add
+        return manager
+
+    def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises: as `init_continuous_batching` and its manager do, before anything runs."""
+        _check_prompts(inputs)
+        _check_beams(kwargs.get("num_beams"))
+        return super().generate_batch(inputs, *args, **kwargs)
 
     def _get_logits_processor(self, generation_config: GenerationConfig) -> Any:
         return self.model._get_logits_processor(generation_config)

@@ -41,7 +41,8 @@ class Room:
             for other, others in self._lacks.items():
                 if others:
                     raise CacheMismatchError(
-                        f"expected tokens of layer {other} in each step, found that it lacks the last {others}"
+                        f"expected tokens of layer {other} in each step, found that it lacks the last {others}: "
+                        "after a step that did not end, reset the cache"
                     )
             self._lacks = dict.fromkeys(self._lacks, count)
             self.length += count

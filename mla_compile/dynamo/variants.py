@@ -163,8 +163,8 @@ def _last_variant(function: _Function, count: int) -> str:
     return (
         f"variant {count} of {function}, the last that torch compiles: for inputs of another kind it will run "
         f"uncompiled, tens of times slower. What differed: {differences}. Set "
-        f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, or call it "
-        "with fewer kinds of inputs"
+        f"torch._dynamo.config.recompile_limit = {8 * count} before the first call, in each thread that calls it, or "
+        "call it with fewer kinds of inputs"
     )
 
 

@@ -185,6 +185,7 @@ def test_all_steps_of_the_whole_checkpoint_compiled_write_the_same(requests):
     [
         ({"num_return_sequences": 2, "do_sample": True}, {}, "expected one sequence per request, found 2"),
         ({}, {"cpu_offload_space": 1.0}, "expected no cpu_offload_space, found 1.0 GiB"),
+        ({"num_beams": 4}, {}, "expected one beam per request, found num_beams=4: the engine searches none"),
     ],
 )
 def test_what_the_engine_would_do_with_its_own_cache_is_refused(model, generation, batching, message):
@@ -193,6 +194,17 @@ def test_what_the_engine_would_do_with_its_own_cache_is_refused(model, generatio
         batched.init_continuous_batching(
             transformers.GenerationConfig(**generation), transformers.ContinuousBatchingConfig(**batching)
         )
+
+
+def test_requests_that_the_engine_would_answer_with_another_are_refused(model):
+    batched = ContinuousModel(model, pages=8, page_size=8)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected a token or more in each request, found none in"):
+        batched.generate_batch([[5], []], max_new_tokens=2)
+    with pytest.raises(mla_compile.CacheMismatchError, match="expected one beam per request, found num_beams=2"):
+        batched.generate_batch([[5]], max_new_tokens=2, num_beams=2)
+    manager = batched.init_continuous_batching()
+    with pytest.raises(mla_compile.CacheMismatchError, match="found none in request 0"):
+        manager.add_request([])
 
 
 def test_attention_that_takes_no_masks_is_refused(model, monkeypatch):
