@@ -45,17 +45,6 @@ def rows_at(base, first, second, stride_0, stride_1, nothing, RUN: tl.constexpr,
 
 
 @triton.jit
-def load_mask(of_sequence, stride, names, start, end, SOURCE: tl.constexpr, KEYS: tl.constexpr):
-    """Load a mask that is the same for all rows for a tile of keys: 0 from `end` on, and for negative names."""
-    place = start + tl.arange(0, KEYS)
-    there = place < end
-    if SOURCE == "named":
-        place = names
-        there = names >= 0
-    return tl.load(of_sequence + place.to(tl.int64) * stride, mask=there, other=0)
-
-
-@triton.jit
 def load_tile(corner, start, row_stride, column_stride, seen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Load `[ROWS, COLUMNS]` of a mask, 0 where not `seen`: rows from `corner` on, columns from `start` on.
 
@@ -164,6 +153,29 @@ def scores_of_latents(
         )
         scores += tl.dot(q_b, tl.trans(b), input_precision="ieee") * scale
     return scores, a, b
+
+
+@triton.jit
+def scores_of_rope(
+    q_r,
+    base,
+    offsets,
+    seen,
+    scales,
+    scale_offsets,
+    scale_stride,
+    scale,
+    R: tl.constexpr,
+    ROPE: tl.constexpr,
+    CODED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Load a tile of rope keys `[KEYS, ROPE]`: their part of the scores `[ROWS, KEYS]`."""
+    k = load_latents(
+        *(base, offsets, seen, scales, scale_offsets, scale_stride),
+        *(q_r.dtype, 0, R, ROPE, CODED, NATIVE, R, ROPE),
+    )
+    return tl.dot(q_r, tl.trans(k), input_precision="ieee") * scale
 
 
 @triton.jit

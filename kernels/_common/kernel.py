@@ -24,6 +24,9 @@ named keys a group is one query.
 
 Programs of one part are neighbours in the grid: tiles of rows that read the same keys run at the same time, and all but
 the first find these keys in the second-level cache.
+
+What the steps do is in `pieces` (which keys a program takes), `rows` and `keys` (those of a tile), `attend` and `words`
+(scores and sums), and `store`.
 """
 
 from __future__ import annotations
@@ -31,31 +34,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend import LOWEST, add_keys, aligned, load_latents, load_mask, rows_at, scores_of_latents
+from .attend import LOWEST, add_keys, aligned, rows_at, scores_of_latents, scores_of_rope
 from .blocks import load_blocks, load_rope, no_sums
-from .pieces import cut_in_pieces, key_count, measured, part_size, passed_by
-from .store import store_part, store_result
+from .keys import located, look_up, mask_ahead, under_mask
+from .pieces import cut_in_pieces, key_count, keys_in_piece, measured, part_of, passed_by, taken_from
+from .rows import last_seen, offsets_of_rows, rows_of_tile
+from .store import place_of_sums, store_sums
 from .words import add_words, load_queries, no_sums_of_words, scores_of_words, settled
 
 EARLIER_TRITON = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 """Triton before 3.9 hoists more out of loops, which then takes registers while the loop runs."""
-
-
-@triton.jit
-def look_up(
-    entries, stride, start, end, SOURCE: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
-):
-    """Read the table for a tile of keys: one page for all, or the page or name of each. Reads none from `end` on."""
-    if SOURCE == "rows":
-        found = tl.zeros([], tl.int32)
-    elif RUN:
-        found = tl.load(entries + (start // PAGE).to(tl.int64) * stride, mask=start < end, other=0)
-    else:
-        place = start + tl.arange(0, KEYS)
-        index = place if SOURCE == "named" else place // PAGE
-        found = tl.load(entries + index.to(tl.int64) * stride, mask=place < end, other=-1 if SOURCE == "named" else 0)
-    return found
-
 
 # Numbers that change from call to call as sequences grow, and that decide nothing about wide loads: the kernel is not
 # recompiled because one of them became 1 or a multiple of 16.
@@ -146,11 +134,13 @@ def attend_latents(
     part = program // tiles % parts
     group = program // tiles // parts
 
-    # Whether the keys of a tile are adjacent: their address is then a scalar plus offsets that all tiles share.
     RUN: tl.constexpr = SOURCE == "rows" or (SOURCE == "pages" and PAGE % KEYS == 0)
+    AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW
     rope_stride_0 = aligned(rope_stride_0, ROPE_ALIGN)
     rope_stride_1 = aligned(rope_stride_1, ROPE_ALIGN)
 
+    # What the program takes: a piece of all keys, one sequence a turn, or a part of one group's. Lengths are not loaded
+    # by functions (see `pieces`).
     turns = 1
     if WORK == "shared":
         on_all, longest = batch * 0, batch * 0
@@ -170,22 +160,14 @@ def attend_latents(
                 *(group, on_line, end_before, following, behind, passed),
                 *(keys, at, batch, own, payload, width, part, False, KEYS, LENGTHS),
             )
-        piece = part * payload
-        if end_before > piece:  # the last sequence that began before this piece continues in it
-            group -= 1
-        else:
-            on_line = following
-        on_line -= piece  # relative to the beginning of the piece
-        turns = behind - group
+        group, on_line, turns = taken_from(part * payload, group, on_line, end_before, following, behind)
     else:
         count = key_count(
             tl.load(lengths + group) if SOURCE == "pages" else 0,
             tl.load(starts + group) if SOURCE == "pages" and CAUSAL and STARTS else 0,
             *(queries, tokens, causal_offset, SOURCE, CAUSAL, STARTS),
         )
-        size = part_size(count, parts, fixed, KEYS, LEAST)
-        begin = part * size
-        end = tl.minimum(begin + size, count)
+        begin, end = part_of(count, part, parts, fixed, KEYS, LEAST)
         if WORK == "parts":  # noqa: SIM102  one is known when compiling, the other when running
             # `combine` does not read the sums of an empty part.
             if begin >= end:
@@ -199,187 +181,123 @@ def attend_latents(
     for turn in tl.range(0, turns, disable_licm=True):
         # Always 0. LLVM knows that, Triton does not: before 3.9 it would hoist whatever does not depend on the turn.
         nothing = tl.minimum(turn, 0)
-        row = (tile + nothing) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        exists = row < rows
-        if WHOLE:  # every tile is full, so that no row needs a mask
-            exists = row >= 0
-        if SOURCE == "named":
-            b = (group // queries).to(tl.int64)
-            query = row * 0 + group % queries
-            head = row
-        else:
-            b = group.to(tl.int64)
-            query = row // heads
-            head = row % heads
+        # The rows of this turn, the keys that they see, and where their sums go.
+        exists, b, query, head = rows_of_tile(tile + nothing, group, rows, queries, heads, SOURCE, WHOLE, ROWS)
         if WORK == "shared":
             start_of = tl.load(starts + group) if CAUSAL and STARTS else 0
             count = key_count(tl.load(lengths + group), start_of, queries, tokens, 0, SOURCE, CAUSAL, STARTS)
-            begin = tl.maximum(-on_line, 0) * KEYS
-            end = tl.minimum((payload - on_line) * KEYS, count)
-        last = query * 0 + (cached if SOURCE == "named" else count) - 1  # the last key that each row may see
-        if CAUSAL:
-            if SOURCE != "pages":
-                last = query + causal_offset
-            elif STARTS:
-                last = query + tl.load(starts + group).to(tl.int32)
-            else:
-                last = query + count - queries
+            begin, end = keys_in_piece(count, on_line, payload, KEYS)
+        cache = cached if SOURCE == "named" else count
+        last = last_seen(query, group, starts, cache, queries, causal_offset, SOURCE, CAUSAL, STARTS)
+        first_row, cut = place_of_sums(group, tile, part, begin, end, count, rows, tiles, parts, WORK, ROWS)
 
-        first_row = group * rows + tile * ROWS  # fits 32 bits: no memory holds the sums of 2^31 rows
-        if WORK == "parts":
-            first_row += part * (tl.num_programs(0) // tiles // parts * rows)
-        if WORK == "shared":
-            cut = (begin > 0) | (end < count)
-            slot = 2 * part + (begin == 0).to(tl.int32)
-            first_row = tl.where(cut, slot * rows + tile * ROWS, first_row)
-
-        q_rows = b * q_stride_b + query.to(tl.int64) * q_stride_s + head.to(tl.int64) * q_stride_n
-        if WORDS:
-            q_words, undo = load_queries(q_latent, q_rows, exists, WORDS, GROUP)
-            q_a = q_words[0]
-        else:
-            q_a, q_b = load_blocks(q_latent, q_rows, exists, L, A, B)  # [ROWS, A], [ROWS, B]
-        qr_rows = b * qr_stride_b + query.to(tl.int64) * qr_stride_s + head.to(tl.int64) * qr_stride_n
-        q_r = load_rope(q_rope, qr_rows, exists, q_a, R, ROPE)  # [ROWS, ROPE]
-        dtype: tl.constexpr = q_latent.dtype.element_ty
+        # The queries, and a state without keys.
         m = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        q_rows = offsets_of_rows(b, query, head, q_stride_b, q_stride_s, q_stride_n)
         if WORDS:
+            q, undo = load_queries(q_latent, q_rows, exists, WORDS, GROUP)
             sums = no_sums_of_words(ROWS, WORDS, GROUP)
         else:
-            acc_a, acc_b = no_sums(ROWS, A, B)
+            q = load_blocks(q_latent, q_rows, exists, L, A, B)  # [ROWS, A], [ROWS, B]
+            sums = no_sums(ROWS, A, B)
+        qr_rows = offsets_of_rows(b, query, head, qr_stride_b, qr_stride_s, qr_stride_n)
+        q_r = load_rope(q_rope, qr_rows, exists, q[0], R, ROPE)  # [ROWS, ROPE]
 
+        # The table is read a tile ahead, so that loads of keys do not wait for their addresses.
         entries = table + b * table_stride_0
         stride = table_stride_1
+        limit = cached  # names from here on are not attended to
         if SOURCE == "named":
             entries += (group % queries).to(tl.int64) * table_stride_1
             stride = table_stride_2
-        limit = cached  # names from here on are not attended to
-        if CAUSAL and SOURCE == "named":
-            limit = tl.minimum(cached, group % queries + causal_offset + 1)
-        # The table is read a tile ahead, so that loads of keys do not wait for their addresses.
+            if CAUSAL:
+                limit = tl.minimum(cached, group % queries + causal_offset + 1)
         upcoming = look_up(entries, stride, begin, end, SOURCE, RUN, PAGE, KEYS)
-        # A boolean mask is read a tile ahead too. It decides which keys are loaded, and asynchronous copies to shared
-        # memory cannot take single bytes. Names are then read two tiles ahead, since they say where to read the mask.
-        AHEAD: tl.constexpr = MASK == "bool" and not BY_ROW
         of_sequence = mask + b * mask_stride_b
-        upcoming_bias = upcoming
-        further = upcoming
-        if AHEAD:
-            if SOURCE == "named":
-                upcoming = tl.where(upcoming < limit, upcoming, -1)
-                further = look_up(entries, stride, begin + KEYS, end, SOURCE, RUN, PAGE, KEYS)
-            upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, begin, end, SOURCE, KEYS)
+        upcoming, upcoming_mask, further = mask_ahead(
+            *(upcoming, begin, end, limit, entries, stride, of_sequence, mask_stride_t),
+            *(SOURCE, AHEAD, RUN, PAGE, KEYS),
+        )
 
         # With 64 rows on Hopper, registers do not suffice for what would be hoisted: it would go to the stack.
         STAYS: tl.constexpr = EARLIER_TRITON and WORK == "shared" and ROWS >= 64
         # At least one tile, even if none of its keys is seen: if the loop might not run, the compiler would wait for
         # each product.
         for i in tl.range(0, tl.maximum(tl.cdiv(end - begin, KEYS), 1), num_stages=STAGES, disable_licm=STAYS):
+            # Read what is said of the next tile's keys, and locate this one's. What needs no table comes first: behind
+            # these loads it would take more registers.
             start = begin + i * KEYS
             place = start + tl.arange(0, KEYS)  # [KEYS]
             start_64 = start + tl.full([], 0, tl.int64)
             seen = place < end
-            found = upcoming.to(tl.int64)
-            bias = upcoming_bias
+            found, bias = upcoming.to(tl.int64), upcoming_mask
             if AHEAD and SOURCE == "named":
-                # Compared here, since keys are only prefetched if no value is carried over two iterations unchanged.
-                upcoming = tl.where(further < limit, further, -1)
-                further = look_up(entries, stride, start + 2 * KEYS, end, SOURCE, RUN, PAGE, KEYS)
+                upcoming = further
             else:
                 upcoming = look_up(entries, stride, start + KEYS, end, SOURCE, RUN, PAGE, KEYS)
-            if AHEAD:
-                upcoming_bias = load_mask(of_sequence, mask_stride_t, upcoming, start + KEYS, end, SOURCE, KEYS)
-                seen = bias != 0
-            # Locate the keys: first and second index into the cache.
-            position = place
-            if SOURCE == "pages":
-                first = found
-                second = start_64 % PAGE if RUN else place % PAGE
-            elif SOURCE == "rows":
-                first = b
-                second = start_64
-            else:
-                if not AHEAD:
-                    seen = (found >= 0) & (found < limit)
-                # Where no key is seen any position will do, as nothing is loaded. Triton 3.6 and 3.7 fail at
-                # `where(seen, ...)` if names are int64, or if `seen` comes from the previous iteration's mask.
-                WIDE: tl.constexpr = table.dtype.element_ty == tl.int64
-                position = (tl.maximum(found, 0) if AHEAD else found if WIDE else tl.where(seen, found, 0)).to(tl.int32)
-                first = b
-                second = position
-            of_keys = of_sequence + position.to(tl.int64) * mask_stride_t
-            if MASK == "bias" and not BY_ROW:
-                bias = tl.load(of_keys, mask=seen, other=0)[None, :]
-            allowed = seen[None, :] & (position[None, :] <= last[:, None])
-            if MASK != "none" and BY_ROW:
-                of_rows = head.to(tl.int64) * mask_stride_n + query.to(tl.int64) * mask_stride_s
-                bias = tl.load(of_keys[None, :] + of_rows[:, None], mask=allowed & exists[:, None], other=0)
-                if MASK == "bool":
-                    allowed = allowed & (bias != 0)
-                    # Keys that no row sees may hold anything, and 0 times NaN is NaN: they are not loaded.
-                    seen = tl.max(allowed.to(tl.int32), 0) > 0
+            upcoming, upcoming_mask, further = mask_ahead(
+                *(upcoming, start + KEYS, end, limit, entries, stride, of_sequence, mask_stride_t),
+                *(SOURCE, AHEAD, RUN, PAGE, KEYS),
+            )
+            first, second, position, seen = located(
+                *(found, bias, start_64, place, seen, limit, b),
+                *(SOURCE, AHEAD, RUN, PAGE, table.dtype.element_ty == tl.int64),
+            )
+            # Which of them each row may see `[ROWS, KEYS]`, and which any row sees.
+            bias, allowed, seen = under_mask(
+                *(bias, of_sequence, mask_stride_n, mask_stride_s, mask_stride_t),
+                *(query, head, position, seen, last, exists, MASK, BY_ROW),
+            )
 
-            key_scales, scale_offsets = latent, seen
-            if CODED or CODED_ROPE:
-                key_scales, scale_offsets = rows_at(
-                    scales, first, second, scale_stride_0, scale_stride_1, nothing, RUN, KEYS
-                )
+            # Scores, and the latents, which are values too. Scales are loaded only where there are codes.
+            key_scales, scale_offsets = rows_at(
+                scales, first, second, scale_stride_0, scale_stride_1, nothing, RUN, KEYS
+            )
             if WORDS:
                 pairs, offsets = rows_at(
                     *(latent.to(tl.pointer_type(tl.int16)), first, second),
                     *(latent_stride_0 // 2, latent_stride_1 // 2, nothing, RUN, KEYS),
                 )
                 scores, words, word_scales = scores_of_words(
-                    *(q_words, pairs, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(q, pairs, offsets, seen, key_scales, scale_offsets, scale_stride_2),
                     *(WORDS, GROUP, latent.dtype.element_ty == tl.int8, NATIVE),
                 )
                 scores = scores * (undo * scale)[:, None]
             else:
                 latents, offsets = rows_at(latent, first, second, latent_stride_0, latent_stride_1, nothing, RUN, KEYS)
                 scores, latent_a, latent_b = scores_of_latents(
-                    *(q_a, q_b, latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(q[0], q[1], latents, offsets, seen, key_scales, scale_offsets, scale_stride_2),
                     *(scale, L, A, B, CODED, NATIVE, GROUP, SAME_A, SAME_B),
                 )
             if R:
                 ropes, rope_offsets = rows_at(rope, first, second, rope_stride_0, rope_stride_1, nothing, RUN, KEYS)
-                k_rope = load_latents(
-                    *(ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
-                    *(dtype, 0, R, ROPE, CODED_ROPE, NATIVE, R, ROPE),
-                )  # [KEYS, ROPE]
-                scores += tl.dot(q_r, tl.trans(k_rope), input_precision="ieee") * scale
+                scores += scores_of_rope(
+                    *(q_r, ropes, rope_offsets, seen, key_scales, scale_offsets, scale_stride_2),
+                    *(scale, R, ROPE, CODED_ROPE, NATIVE),
+                )
             if MASK == "bias":
                 scores += bias.to(tl.float32)
             # Always true. LLVM knows that, Triton does not. If Triton saw that one product feeds another, it would have
             # both warp groups of a Hopper program compute all scores of 64 rows; the `if` hides it.
             if tl.num_programs(0) > 0:
                 scores = tl.where(allowed, scores, -float("inf"))  # [ROWS, KEYS]
+            # The sums so far.
             if WORDS:
                 m, total, sums = add_words(
                     *(m, total, sums, scores, words, word_scales),
                     *(WORDS, latent.dtype.element_ty == tl.int8, NATIVE),
                 )
             else:
-                m, total, acc_a, acc_b = add_keys(m, total, acc_a, acc_b, scores, latent_a, latent_b, B)
+                m, total, sums_a, sums_b = add_keys(m, total, sums[0], sums[1], scores, latent_a, latent_b, B)
+                sums = (sums_a, sums_b)
 
-        # A scalar address plus offsets that are constant in each thread: anything else that the stores need would take
-        # registers throughout the loop.
         first_row = first_row.to(tl.int64)
-        in_tile = tl.arange(0, ROWS)
         if WORDS:
             m, total, sums = settled(m, total, sums, WORDS)
-        elif B:
-            sums = (acc_a, acc_b)
-        else:
-            sums = (acc_a,)
-        if WORK == "parts":
-            store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
-        elif WORK == "whole":
-            store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
-        elif cut:
-            store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
-        else:
-            store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
+        elif not B:
+            sums = (sums[0],)
+        store_sums(o, lse, acc, m_out, total_out, first_row, sums, m, total, exists, cut, WORK, L)
         if WORK == "shared":
             on_line += tl.where(width > 0, width, tl.cdiv(count, KEYS)) + own
             group += 1

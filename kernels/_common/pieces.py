@@ -37,6 +37,14 @@ def part_size(keys, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
+def part_of(keys, part, parts, fixed, KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """The first key of a part, and the first behind it."""
+    size = part_size(keys, parts, fixed, KEYS, LEAST)
+    begin = part * size
+    return begin, tl.minimum(begin + size, keys)
+
+
+@triton.jit
 def key_count(
     length,
     start,
@@ -116,3 +124,25 @@ def passed_by(
     following = tl.maximum(following, tl.max(tl.where(counts, place + room, 0), 0))
     behind += tl.sum(((b < batch) & (place < (index + 1) * payload)).to(tl.int32), 0)
     return count, begin, end, following, behind, passed + tl.sum(room, 0)
+
+
+@triton.jit
+def taken_from(piece, count, begin, end, following, behind):
+    """What a program takes of the piece that begins at `piece`, from what `passed_by` found.
+
+    Returns its first sequence, where that begins, counted from the beginning of the piece, and how many it takes.
+    """
+    if end > piece:  # the last sequence that began before this piece continues in it
+        count -= 1
+    else:
+        begin = following
+    return count, begin - piece, behind - count
+
+
+@triton.jit
+def keys_in_piece(keys, begin, payload, KEYS: tl.constexpr):
+    """The first key in a piece of a sequence of so many `keys`, and the first behind it.
+
+    The sequence begins at `begin`, counted from the beginning of the piece.
+    """
+    return tl.maximum(-begin, 0) * KEYS, tl.minimum((payload - begin) * KEYS, keys)

@@ -1,4 +1,4 @@
-"""How programs of attention write: the sums over a part of the keys, or the result of all of them."""
+"""How programs of attention write, and where: the sums over a part of the keys, or the result of all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,67 @@ import triton
 import triton.language as tl
 
 from .blocks import store_tiles
+
+
+@triton.jit
+def place_of_sums(
+    group,
+    tile,
+    part,
+    begin,
+    end,
+    count,
+    rows,
+    tiles,
+    parts,
+    WORK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The first row of a tile in what its sums are stored in, and whether other programs take keys of the group too.
+
+    The keys are those from `begin` to `end`, of `count`. Rows fit 32 bits: no memory holds the sums of 2^31 rows.
+    """
+    first_row = group * rows + tile * ROWS
+    if WORK == "parts":
+        first_row += part * (tl.num_programs(0) // tiles // parts * rows)
+    cut = (begin > 0) | (end < count)
+    if WORK == "shared":
+        slot = 2 * part + (begin == 0).to(tl.int32)
+        first_row = tl.where(cut, slot * rows + tile * ROWS, first_row)
+    return first_row, cut
+
+
+@triton.jit
+def store_sums(
+    o,
+    lse,
+    acc,
+    m_out,
+    total_out,
+    first_row,
+    sums,
+    m,
+    total,
+    exists,
+    cut,
+    WORK: tl.constexpr,
+    L: tl.constexpr,
+):
+    """Store the sums of a tile of rows from `first_row` on, tiles side by side: as a part, or as the result.
+
+    A scalar address plus offsets that are constant in each thread: anything else that the stores need would take
+    registers throughout the loop over keys.
+    """
+    ROWS: tl.constexpr = m.shape[0]
+    in_tile = tl.arange(0, ROWS)
+    if WORK == "parts":
+        store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
+    elif WORK == "whole":
+        store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
+    elif cut:
+        store_part(acc, m_out, total_out, first_row, in_tile, sums, m, total, exists, L)
+    else:
+        store_result(o, lse, first_row, in_tile, sums, m, total, exists, L)
 
 
 @triton.jit
