@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
 from torch._library.effects import EffectType
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
@@ -35,6 +35,7 @@ from .gradients import Ends, ends_of_gradients
 
 _WRITING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "with_effects")
 """Prefixes of the names of higher-order operators that write to their inputs."""
+_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 _SAME = (aten.detach.default, aten.alias.default)
 
 
@@ -140,6 +141,7 @@ def capture(module: fx.GraphModule) -> Captured:
         raise NotCaptured(f"expected a graph that can be traced without gradients, found {found}") from error
     _end_gradients(traced, len(names))
     _write_numbers_out(traced)
+    _read_numbers_as_tensors(traced)
     _make_copies_differentiable(traced)
     _refuse_shared_memory(examples, written)
     inputs = [nodes[name] for name, own in given.items() for _ in own]
@@ -167,11 +169,18 @@ def _end_gradients(traced: fx.GraphModule, count: int) -> None:
 
 
 def _alike(value: Any, mode: FakeTensorMode) -> Any:
-    """A copy of a fake tensor in another fake mode, as Dynamo deactivates its own before it calls a backend."""
+    """A copy of a fake tensor in another fake mode, as Dynamo deactivates its own before it calls a backend.
+
+    A number that may change from call to call is a tensor without dimensions that knows the symbol of its element.
+    """
     if not isinstance(value, Tensor):
         return value
     with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if isinstance(value, FakeTensor) and (number := value.item_memo) is not None:
+        assert isinstance(made, FakeTensor)
+        made.item_memo = number
+    return made
 
 
 def _write_numbers_out(traced: fx.GraphModule) -> None:
@@ -191,6 +200,16 @@ def _write_numbers_out(traced: fx.GraphModule) -> None:
         full.meta = dict(node.meta)
         node.replace_all_uses_with(full)
         traced.graph.erase_node(node)
+
+
+def _read_numbers_as_tensors(traced: fx.GraphModule) -> None:
+    """Give arithmetic of floats the tensors without dimensions in the place of their elements, numbers that may change
+    from call to call: the passes follow tensors."""
+    for node in traced.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        (tensor,) = node.args
+        for user in [*node.users] if tensor.meta["val"].is_floating_point() else ():
+            if user.target in _ARITHMETIC and user.args[1] is node and user.args[0].meta["val"].is_floating_point():
+                user.args = (user.args[0], tensor)
 
 
 def _make_copies_differentiable(traced: fx.GraphModule) -> None:

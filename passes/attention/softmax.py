@@ -326,9 +326,9 @@ def _summed_dim(total: fx.Node, of: fx.Node, trace: Trace) -> int | None:
         return None
     rest = arguments(source)[1:]
     if source.target in _NORMS:
-        order, *rest = rest
-        if order != 1:
+        if rest[0] != 1:
             return None
+        rest = rest[1:]
     dims: Any = (*rest, None)[0]
     if copied(arguments(source)[0], trace) is not of or not dims or len(dims) != 1:
         return None

@@ -17,10 +17,10 @@ HIDDEN, N, L = 48, 4, 12
 class Layer(nn.Module):
     """Attention to the latents of all tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: bool) -> None:
         super().__init__()
         self.down = nn.Linear(HIDDEN, L)
-        self.attention = nn.MultiheadAttention(HIDDEN, N, kdim=L, vdim=L, batch_first=True)
+        self.attention = nn.MultiheadAttention(HIDDEN, N, kdim=L, vdim=L, batch_first=True, **settings)
 
     def forward(self, x: Tensor, past: Tensor, **masks: Any) -> Tensor:
         latent = torch.cat([past, self.down(x)], 1)
@@ -29,17 +29,18 @@ class Layer(nn.Module):
         return o
 
 
-def layers() -> tuple[Layer, Layer]:
+def layers(**settings: bool) -> tuple[Layer, Layer]:
     torch.manual_seed(0)
-    layer, exact = Layer().eval(), Layer().double().eval()
+    layer, exact = Layer(**settings).eval(), Layer(**settings).double().eval()
     exact.load_state_dict({name: weight.double() for name, weight in layer.state_dict().items()})
     return layer, exact
 
 
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_step_attends_to_the_latents(padded: bool) -> None:
-    layer, exact = layers()
+@pytest.mark.parametrize("settings", [{}, {"bias": False, "add_zero_attn": True}], ids=["plain", "a null key"])
+def test_a_step_attends_to_the_latents(padded: bool, settings: dict[str, bool]) -> None:
+    layer, exact = layers(**settings)
     x, past = torch.randn(2, 1, HIDDEN), torch.randn(2, 30, L)
     masks = {"key_padding_mask": torch.arange(31) < torch.tensor([[3], [0]])} if padded else {}
     with torch.no_grad():

@@ -61,13 +61,18 @@ def gradients(run, model, batch, autocast=False) -> list[Tensor]:
     return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
 
 
-def assert_trained(model, batch, autocast=False):
+def assert_trained(model, batch, autocast=False, dynamic=None):
     eager = gradients(model, model, batch, autocast)
     wide = copy.deepcopy(model).double()
     exact = gradients(wide, wide, batch)
-    found = gradients(torch.compile(model, backend="mla"), model, batch, autocast)
+    found = gradients(torch.compile(model, backend="mla", dynamic=dynamic), model, batch, autocast)
     assert sum(report.rewritten for report in mla_compile.reports()) == model.config.num_hidden_layers
     assert_gradients_close(found, eager, exact)
+
+
+def test_sizes_and_numbers_may_be_symbols():
+    """The scale and what a norm adds to the variance are floats that `dynamic=True` makes inputs."""
+    assert_trained(model_of("deepseek_v3", attn_implementation="eager"), tokens(), dynamic=True)
 
 
 SOON = [pytest.param("deepseek_v2", marks=pytest.mark.slow), "deepseek_v3"]
