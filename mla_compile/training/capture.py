@@ -208,7 +208,10 @@ def _read_numbers_as_tensors(traced: fx.GraphModule) -> None:
     for node in traced.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
         (tensor,) = node.args
         for user in [*node.users] if tensor.meta["val"].is_floating_point() else ():
-            if user.target in _ARITHMETIC and user.args[1] is node and user.args[0].meta["val"].is_floating_point():
+            if user.target not in _ARITHMETIC or user.args[1] is not node:
+                continue
+            other = user.args[0].meta["val"]
+            if other.is_floating_point() and other.dim() > 0:  # it keeps its dtype beside a tensor without dimensions
                 user.args = (user.args[0], tensor)
 
 

@@ -38,7 +38,7 @@ def _zeros(like: Term, along: set[Axis], axes: Dim) -> Term | None:
 
     match like.parts:
         case Zero():
-            return like
+            return Term(_number(like.read, along, axes), like.parts)
         case Product(left, right, summed, scale):
             if bool(left.axes & along) == bool(right.axes & along):
                 return None
