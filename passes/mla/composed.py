@@ -1,10 +1,11 @@
-"""Make one up-projection of two linear maps in a row, between which is no latent, or a wider one than before them.
+"""Make one up-projection of two linear maps in a row, between which is no latent, or one twice as wide as before them.
 
     value[b, n, t, v] = sum_m (sum_l latent[b, t, l] A[n, m, l] + a[n, m]) B[n, v, m]
                       = sum_l latent[b, t, l] (B A)[n, v, l] + (B a)[n, v]
 
 If each head has an intermediate of its own, heads do not share it. If they do (there is no `n` in A), it is a latent,
-and stays one unless what it is made of is narrower.
+and stays one unless what it is made of is at most half as wide: hidden states that are hardly narrower than the latent
+would only cost a product of weights.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def composed(attention: Attention) -> Attention | None:
 
 
 def _is_narrower(rank: Dim, other: Dim) -> bool:
-    """Whether a latent over the axes `rank` has fewer columns than one over `other`."""
+    """Whether a latent over the axes `rank` has at most half the columns of one over `other`."""
     width, wider = (product(axis.size for axis in axes) for axes in (rank, other))
-    return known_at_most(total([width, 1]), wider)
+    return known_at_most(total([width, width]), wider)
 
 
 def _composed(term: Term, keys: set[Axis], rows: set[Axis]) -> Term:

@@ -54,7 +54,8 @@ def prove(attention: Attention, trace: Trace) -> Site:
         best = _otherwise(as_written, attention, trace)
     else:
         best = _with_fewer_ropes(found, attention, trace)
-    if (in_one := composed(attention)) is not None:
+    grouped = best is not None and best.groups is not None and best.heads  # a head attends to the latent of its group
+    if not grouped and (in_one := composed(attention)) is not None:
         with contextlib.suppress(Refusal):
             site = prove(in_one, trace)
             best = site if best is None or _narrower(site, best) else best

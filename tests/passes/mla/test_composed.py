@@ -203,10 +203,10 @@ def of_values_from_keys(q, latent, k_rope, *maps):
 
 
 def of_all_heads_twice(q, latent, k_rope, *maps):
-    """Values go through all heads, and then through fewer columns that are still more than the latent has."""
+    """Values go through all heads, and then through fewer columns that are still twice those of the latent."""
     a, *_ = maps
-    first = torch.linspace(-1, 1, N * M * (L + 2), dtype=a.dtype).view(N * M, L + 2)
-    second = torch.linspace(1, -1, N * M * (L + 2), dtype=a.dtype).view(L + 2, N * M)
+    first = torch.linspace(-1, 1, N * M * 2 * L, dtype=a.dtype).view(N * M, 2 * L)
+    second = torch.linspace(1, -1, N * M * 2 * L, dtype=a.dtype).view(2 * L, N * M)
     keys = dense_first(latent, a)
     v = (keys.transpose(1, 2).flatten(2) @ first @ second).unflatten(-1, (N, M)).transpose(1, 2)
     return attend(q[..., : M + R], keys, k_rope, v)
@@ -228,6 +228,15 @@ MIXED = {
 def test_an_intermediate_of_all_heads_that_is_wider_is_none(function: Function) -> None:
     check_rewritten(function, inputs())
     assert site(function, *inputs()).sizes["L"] == L
+
+
+def test_an_intermediate_that_is_hardly_wider_is_a_latent() -> None:
+    def function(q, latent, k_rope, *maps):
+        a, b, *_ = maps
+        return between_heads(q, latent[..., :2], k_rope, a[..., :2], b, *maps[2:])
+
+    check_rewritten(function, inputs())
+    assert site(function, *inputs()).sizes["L"] == M
 
 
 @pytest.mark.parametrize("name", ["both", "values from keys"])

@@ -204,6 +204,7 @@ GROUPED = GATED | {
     "written behind zeros": in_zeros(1, 1, 1, cut=False),
     "written into zeros, softmax by hand": in_zeros(2, 2, 2, attend=softmax(lambda s: s)),
     "a head each": a_head_each,
+    "made of few columns": from_few_columns,
     "einsum": attention(expanded),
     "repeated": attention(repeated),
     "joined": attention(joined),
@@ -227,12 +228,6 @@ def test_a_latent_a_group_is_an_attention_a_group(function: Callable[..., Tensor
         ops = [node for node in module.graph.nodes if "latent_attention" in str(node.target)]
         ops += [node for node in module.graph.nodes if "expanded_attention" in str(node.target)]
         assert len(ops) == G
-
-
-def test_what_the_latents_of_all_groups_are_made_of_is_one_latent_if_it_is_narrower() -> None:
-    for path, _, (outcome,) in compiled(from_few_columns, tensors()):
-        assert outcome.path == path
-        assert (outcome.shapes["L"], outcome.shapes["N"]) == ("3", str(HEADS))
 
 
 def in_two_tensors(latents: Tensor, weight: Tensor) -> Tensor:
