@@ -113,14 +113,11 @@ def from_few_columns(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w
     return sealed(q, torch.cat([expanded(made, w_uk), to_heads(k_rope)], -1), expanded(made, w_uv))
 
 
-def in_zeros(
-    *places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed, number: float = 0.0
-) -> Callable[..., Tensor]:
-    """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g, in
-    a tensor of another `number`."""
+def in_zeros(*places: int, cut: bool = True, attend: Callable[..., Tensor] = sealed) -> Callable[..., Tensor]:
+    """Keys and values are written group by group into zeros. Values, with a bias, start at `places[g]` in group g."""
 
     def function(q: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> Tensor:
-        k, v = q.new_zeros(B, HEADS, T, P + R), q.new_full((B, HEADS, T, V + 3), number)
+        k, v = (q.new_zeros(B, HEADS, T, width) for width in (P + R, V + 3))
         for g, (c, uk, uv) in enumerate(zip(latents.unbind(2), w_uk.chunk(G), w_uv.chunk(G), strict=True)):
             normed, heads = F.rms_norm(c, (L,)) * (g + 1), slice(g * EACH, (g + 1) * EACH)
             k[:, heads, :, :P] = torch.einsum("btl,ndl->bntd", normed, uk)
@@ -209,7 +206,6 @@ GROUPED = GATED | {
     "repeated": attention(repeated),
     "joined": attention(joined),
     "in one tensor": in_one_tensor,
-    "written to other columns in one group": in_zeros(0, 0, 1, cut=False),
     "tokens before heads": lambda *args: attention(expanded)(*args).transpose(1, 2).flatten(2),
     "softmax by hand": attention(expanded, softmax(lambda s: s)),
     "a bias a head and a mask": attention(expanded, softmax(slopes)),
@@ -303,7 +299,7 @@ REFUSED = {
         G,
         "an up-projection times `",
     ),
-    "written beside other numbers": (in_zeros(0, 0, 1, cut=False, number=0.5), G, "that are stored expanded"),
+    "written to other columns in one group": (in_zeros(0, 0, 1, cut=False), G, "expected values that are an up-"),
     "too many": (attention(expanded, rope=lambda k: k[:, None].expand(-1, 9 * EACH, -1, -1)), 9, "found 9"),
     "groups within one group": (attention(in_one_group_only), G, "expected values that are an up-projection"),
     "a soft cap": (attention(expanded, softmax(torch.tanh)), G, "where groups of heads have a latent each"),
