@@ -1,4 +1,4 @@
-"""Make one up-projection of two linear maps in a row, between which is no latent, or one twice as wide as before them.
+"""Make one up-projection of two linear maps in a row, between which is no latent, or one at least twice as wide.
 
     value[b, n, t, v] = sum_m (sum_l latent[b, t, l] A[n, m, l] + a[n, m]) B[n, v, m]
                       = sum_l latent[b, t, l] (B A)[n, v, l] + (B a)[n, v]
@@ -31,7 +31,7 @@ def composed(attention: Attention) -> Attention | None:
     return replace(attention, value=value, scores=scores)
 
 
-def _is_narrower(rank: Dim, other: Dim) -> bool:
+def _is_half_as_wide(rank: Dim, other: Dim) -> bool:
     """Whether a latent over the axes `rank` has at most half the columns of one over `other`."""
     width, wider = (product(axis.size for axis in axes) for axes in (rank, other))
     return known_at_most(total([width, width]), wider)
@@ -85,7 +85,7 @@ def _distributed(
         first = up_projection(addend, keys)
         if first is None or not first.latent.axes.isdisjoint(outer.rank):
             return None
-        if not (first.weight.axes & rows) - first.latent.axes and not _is_narrower(first.rank, outer.rank):
+        if not (first.weight.axes & rows) - first.latent.axes and not _is_half_as_wide(first.rank, outer.rank):
             return None
         weight = times(contracted(first.weight, outer.weight, outer.rank), first.scale)
         made.append(unread(Product(first.latent, Term(weight), first.rank, outer.scale)))

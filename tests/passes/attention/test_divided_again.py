@@ -11,25 +11,14 @@ from torch import Tensor
 
 from tests.errors import assert_as_close_as_eager
 from tests.passes import spellings as mla
+from tests.passes.attention.test_zeroed import seen, weighed
 from tests.passes.checks import compiled
 from tests.passes.graphs import capture, rewrite, run
-from tests.passes.spellings import SQ, Function, T
-
-
-def weighed(weights: Callable[[Tensor], Tensor]) -> Function:
-    """MLA whose attention weights are `weights(scores)`."""
-
-    def attention(*args: Tensor) -> Tensor:
-        q, k, v = mla.naive(*args)
-        return weights(q @ k.mT * mla.SCALE) @ v
-
-    return attention
+from tests.passes.spellings import Function
 
 
 def hidden(scores: Tensor) -> Tensor:
-    """Keys after a query's position are hidden, and all from the second query."""
-    seen = torch.ones(SQ, T, dtype=torch.bool).tril(T - SQ) & (torch.arange(SQ) != 1)[:, None]
-    return scores.masked_fill(~seen, -torch.inf)
+    return scores.masked_fill(~seen(), -torch.inf)
 
 
 def again(weights: Tensor, bound: Callable[[Tensor], Tensor] = lambda total: total) -> Tensor:
@@ -67,7 +56,7 @@ OTHERS: dict[str, Function] = {
     "bounded from above": weighed(lambda s: again(s.softmax(-1), lambda total: total.clamp(1e-9, 0.5))),
     "another norm": weighed(lambda s: F.normalize(s.softmax(-1), p=2.0, dim=-1)),
     "the sum over queries": weighed(lambda s: s.softmax(-1) / s.softmax(-1).sum(-2, keepdim=True)),
-    "the sum of other weights": weighed(lambda s: s.softmax(-1) / (2 * s).softmax(-1).sum(-2, keepdim=True)),
+    "the sum of something else": weighed(lambda s: s.softmax(-1) / (2 * s).exp().sum(-1, keepdim=True)),
     "a share for a key without a value": weighed(lambda s: again(s.exp() / (1 + s.exp().sum(-1, keepdim=True)))),
 }
 
