@@ -85,25 +85,43 @@ void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t cou
   }
 }
 
-// Turns scores [count, rows] into weights relative to each row's new maximum. All sums so far are to be multiplied by
-// decay [rows]; `total` already is.
-void soften(float* scores, int64_t stride, int64_t rows, int64_t count, float* m, float* total, float* decay) {
+// Weights are relative to the greatest score of a row, or to an earlier one that this exceeds by at most so much: a new
+// one would change all sums, and weights of e^5 are as precise as those of 1.
+constexpr float SLACK = 5.0f;
+
+// The greatest of `count` scores, and of `most`, in each lane.
+inline vec greatest(const float* scores, int64_t stride, int64_t count, vec most) {
+  vec chains[4] = {most, most, most, most};  // independent ones
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4)
+    for (int64_t i = 0; i < 4; ++i) chains[i] = maximum(load(scores + (k + i) * stride), chains[i]);
+  for (; k < count; ++k) chains[0] = maximum(load(scores + k * stride), chains[0]);
+  return maximum(maximum(chains[0], chains[1]), maximum(chains[2], chains[3]));
+}
+
+// Turns scores [count, rows] into weights relative to each row's m. All sums so far are to be multiplied by decay [rows];
+// `total` already is. Returns whether any decay is not 1.
+bool soften(float* scores, int64_t stride, int64_t rows, int64_t count, float* m, float* total, float* decay) {
+  ivec decays = {};
   for (int64_t row = 0; row < rows; row += WIDTH) {
     float* column = scores + row;
-    const vec m_old = load(m + row);
-    vec m_new = m_old;
-    for (int64_t k = 0; k < count; ++k) m_new = maximum(load(column + k * stride), m_new);
-    const vec shrunk = exp_of_nonpositive(m_old - m_new);
+    const vec m_old = load(m + row), most = greatest(column, stride, count, m_old);
+    const vec m_new = most > m_old + SLACK ? most : m_old;
+    const vec shrunk = exp_of(m_old - m_new);
     vec sum = {};
     for (int64_t k = 0; k < count; ++k) {
-      const vec weight = exp_of_nonpositive(load(column + k * stride) - m_new);
+      const vec weight = exp_of(load(column + k * stride) - m_new);
       store(column + k * stride, weight);
       sum += weight;
     }
     store(m + row, m_new);
     store(total + row, load(total + row) * shrunk + sum);
     store(decay + row, shrunk);
+    decays |= shrunk != 1.0f;
   }
+  bool any = false;
+  for (int64_t lane = 0; lane < WIDTH; ++lane) any = any || decays[lane];
+  return any;
 }
 
 // o [R, V vectors] = o * decay + weights [count, R] values [count, V vectors]

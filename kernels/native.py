@@ -3,7 +3,7 @@
 Inductor finds the compiler, the flags for this CPU and OpenMP, and keeps the library on disk under a hash of all of
 them. To emulate a machine that has only AVX2, set three variables that torch and Inductor read:
 ATEN_CPU_CAPABILITY=avx2, TORCHINDUCTOR_CPP_MARCH=x86-64-v3 (either alone leaves AVX-512 to the compiler) and
-ONEDNN_MAX_CPU_ISA=AVX2.
+ONEDNN_MAX_CPU_ISA=AVX2. The last one alone, AVX512_CORE_BF16, keeps `amx.h` from tiles.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _CONFIG = {
 }
 
 
-_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h", "panels.h"
-VECTOR, ATTEND, NUMBER, PAIRS, PANELS = (Path(__file__).with_name(name) for name in _HEADERS)
+_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h", "amx.h", "tile_sums.h", "panels.h"
+VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS = (Path(__file__).with_name(name) for name in _HEADERS)
 TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",
@@ -63,8 +63,6 @@ class Kernels:
     argtypes: tuple[str, ...]
     macros: tuple[str, ...] = ("NUMBER",)
     """The macros that stand for the dtypes in the files, that of the queries first."""
-    more: Callable[[torch.dtype], tuple[str, ...]] = lambda _: ()
-    """Further macro definitions for queries of a dtype."""
 
     def of(self, *dtypes: torch.dtype) -> Callable[..., None] | None:
         """The kernel for some dtypes; None if there is none, or no compiler."""
@@ -78,7 +76,7 @@ class Kernels:
     def recipe(self, *dtypes: torch.dtype) -> Recipe:
         """The arguments of `load` that build the kernel for some dtypes."""
         defines = (f"{macro} {TYPES[dtype]}" for macro, dtype in zip(self.macros, dtypes, strict=True))
-        return self.sources, self.argtypes, (*defines, *self.more(dtypes[0]))
+        return self.sources, self.argtypes, tuple(defines)
 
 
 def load(

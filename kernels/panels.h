@@ -134,33 +134,110 @@ struct Factors {
   const Lane* panel;
 };
 
-template <int64_t ROWS, typename Parts, typename Take>
-inline void multiply_tile(const Parts& parts, int64_t first, int64_t count, Take take) {
+// Where products [rows, PANEL] go: instead of what is there, or added to it. Rows are `stride` floats apart.
+struct Sums {
+  float* data;
+  int64_t stride = PANEL;
+  bool adds = false;
+
+  float* at(int64_t row) const { return data + row * stride; }
+  void put(int64_t row, int64_t lane, vec sum) const {
+    float* to = at(row) + lane;
+    store(to, adds ? load(to) + sum : sum);
+  }
+};
+
+// Products of columns from `begin(width)` of each part on.
+template <int64_t ROWS, typename Parts, typename Begin>
+inline void multiply_tile(const Parts& parts, int64_t first, int64_t count, Begin begin, const Sums& to) {
   typename Panel::Tile<ROWS> tile;
   for (const Factors& part : parts) {
-    const Key* rows[ROWS];
-    for (int64_t row = 0; row < ROWS; ++row) rows[row] = part.data + std::min(first + row, count - 1) * part.stride;
-    tile.add(rows, part.panel, part.width);
+    const int64_t done = begin(part.width);
+    const Key *rows[ROWS], *data = part.data + done;
+    for (int64_t row = 0; row < ROWS; ++row) rows[row] = data + std::min(first + row, count - 1) * part.stride;
+    tile.add(rows, part.panel + Panel::lines(done) * PANEL, part.width - done);
   }
 #pragma GCC unroll 12
   for (int64_t row = 0; row < ROWS; ++row)
-    for (int64_t v = 0; v < VECTORS; ++v) take((first + row) * PANEL + v * WIDTH, as<vec>(tile.sum[row][v]));
+    for (int64_t v = 0; v < VECTORS; ++v) to.put(first + row, v * WIDTH, as<vec>(tile.sum[row][v]));
 }
 
-// Computes products [count, PANEL], summed over the parts, and passes them to `take`, one vector at a time with its
-// place. The last tile has a third, two thirds or all of the rows of others, and repeats the last row for missing ones.
-template <typename Parts, typename Take>
-inline void multiply(const Parts& parts, int64_t count, Take take) {
+// The rows from `first` on. The last tile has a third, two thirds or all of the rows of others, and repeats the last row
+// for missing ones.
+template <typename Parts, typename Begin>
+inline void multiply_rows(const Parts& parts, int64_t first, int64_t count, Begin begin, const Sums& to) {
   constexpr int64_t THIRD = ROWS_OF_A_TILE / 3;
-  int64_t first = 0;
-  for (; count - first > 2 * THIRD; first += 3 * THIRD) multiply_tile<3 * THIRD>(parts, first, count, take);
-  if (count - first > THIRD) multiply_tile<2 * THIRD>(parts, first, count, take);
-  else if (count > first) multiply_tile<THIRD>(parts, first, count, take);
+  for (; count - first > 2 * THIRD; first += 3 * THIRD) multiply_tile<3 * THIRD>(parts, first, count, begin, to);
+  if (count - first > THIRD) multiply_tile<2 * THIRD>(parts, first, count, begin, to);
+  else if (count > first) multiply_tile<THIRD>(parts, first, count, begin, to);
 }
 
-template <typename Take>
-inline void multiply(std::initializer_list<Factors> parts, int64_t count, Take take) {
-  multiply<std::initializer_list<Factors>>(parts, count, take);
+// What a thread has while it multiplies.
+#if defined(AMX)
+typedef amx::InUse Units;
+#else
+struct Units {};
+#endif
+
+// Whether products are computed on tiles.
+inline bool on_tiles() {
+#if defined(AMX)
+  return std::is_same_v<Key, bf16> && amx::allowed();
+#else
+  return false;
+#endif
+}
+
+#if defined(AMX)
+static_assert(amx::ROWS % (ROWS_OF_A_TILE / 3) == 0);
+
+inline int64_t whole_terms(int64_t width) { return width / amx::TERMS * amx::TERMS; }
+
+// M tiles of rows. Columns that fill no tile are added in pairs.
+template <int M, typename Parts>
+inline void multiply_tiles(const Parts& parts, int64_t first, const Sums& to) {
+  amx::Sums<M, PANEL / amx::COLUMNS> tiles;
+  if (to.adds) tiles.load_from(to.at(first), to.stride);
+  bool all = true;
+  for (const Factors& part : parts) {
+    const int64_t width = whole_terms(part.width);
+    amx::Rows rows[M];
+    for (int m = 0; m < M; ++m)
+      rows[m] = {part.data + (first + m * amx::ROWS) * part.stride, int64_t{sizeof(Key)} * part.stride};
+    tiles.add(rows, 0, width, {part.panel, int64_t{sizeof(Lane)} * PANEL}, [] {});
+    all = all && width == part.width;
+  }
+  tiles.store_to(to.at(first), to.stride);
+  if (!all) multiply_rows(parts, first, first + M * amx::ROWS, whole_terms, {to.data, to.stride, true});
+}
+
+// As many of the first rows as fill tiles; returns their number.
+template <typename Parts>
+inline int64_t multiply_on_tiles(const Parts& parts, int64_t count, const Sums& to) {
+  int64_t first = 0;
+  for (; first + 2 * amx::ROWS <= count; first += 2 * amx::ROWS) multiply_tiles<2>(parts, first, to);
+  if (first + amx::ROWS <= count) {
+    multiply_tiles<1>(parts, first, to);
+    first += amx::ROWS;
+  }
+  return first;
+}
+#endif
+
+// Computes products [count, PANEL], summed over the parts. There must be room for a multiple of ROWS_OF_A_TILE / 3
+// rows.
+template <typename Parts>
+inline void multiply(const Parts& parts, int64_t count, const Sums& to) {
+  int64_t first = 0;
+#if defined(AMX)
+  if constexpr (std::is_same_v<Key, bf16>)
+    if (on_tiles()) first = multiply_on_tiles(parts, count, to);
+#endif
+  multiply_rows(parts, first, count, [](int64_t) { return int64_t{0}; }, to);
+}
+
+inline void multiply(std::initializer_list<Factors> parts, int64_t count, const Sums& to) {
+  multiply<std::initializer_list<Factors>>(parts, count, to);
 }
 
 // Whether the numbers that are added to the scores of some rows hide all of `count` keys; row r has them at `row(r)`.

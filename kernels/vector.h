@@ -68,9 +68,9 @@ inline void load_columns(int64_t count, vec (&columns)[WIDTH], Row row) {
   }
 }
 
-// exp(x) for x <= 0, within 1.5 ulp; 0 where it would be below the smallest normal number, NaN for NaN. It is 2^n e^r
+// exp(x) for x < 88, within 1.5 ulp; 0 where it would be below the smallest normal number, NaN for NaN. It is 2^n e^r
 // with |r| <= ln(2) / 2, and e^r is the polynomial of Cephes' expf.
-inline vec exp_of_nonpositive(vec x) {
+inline vec exp_of(vec x) {
   const vec magic = broadcast(0x1.8p23f);  // adding it rounds to an integer and leaves that in the low bits
   const vec shifted = x * 0x1.715476p0f + magic;
   const vec n = shifted - magic;

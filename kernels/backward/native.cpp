@@ -119,6 +119,7 @@ class Queries {
 
 // What a thread needs for one head.
 struct Workspace {
+  Units units;
   Queries q, d_o;
   std::vector<float> lse, mean, dq;     // of all panels; dq [panels, rows of a tile, PANEL]
   std::vector<float> weights, d_scores;  // [TOGETHER, BLOCK, PANEL]
@@ -186,15 +187,15 @@ void score(const Problem& p, Head head, int64_t panel, int64_t key, int64_t coun
   const Lane *nope = w.q.lanes(panel), *rope = nope + Panel::lines(p.nope) * PANEL;
   multiply({{p.k + p.of_k.at(head, key), p.of_k.row, p.nope, nope},
             {p.k_rope + p.of_rope.at(head, key), p.of_rope.row, p.rope, rope}},
-           count, [&](int64_t at, vec sum) { store(weights + at, sum * p.scale); });
+           count, {weights});
+  for (int64_t at = 0; at < count * PANEL; at += WIDTH) store(weights + at, load(weights + at) * p.scale);
   if (p.bias)
     add_rows(p.queries_of(panel), count, rows_from(p.bias, p.of_bias, head, panel, key), weights);
-  multiply({{p.v + p.of_v.at(head, key), p.of_v.row, p.value, w.d_o.lanes(panel)}}, count,
-           [&](int64_t at, vec sum) { store(d_scores + at, sum); });
+  multiply({{p.v + p.of_v.at(head, key), p.of_v.row, p.value, w.d_o.lanes(panel)}}, count, {d_scores});
   for (int64_t v = 0; v < PANEL; v += WIDTH) {
     const vec lse = load(w.lse.data() + panel * PANEL + v), mean = load(w.mean.data() + panel * PANEL + v);
     for (int64_t at = v; at < count * PANEL; at += PANEL) {
-      const vec weight = exp_of_nonpositive(load(weights + at) - lse);
+      const vec weight = exp_of(load(weights + at) - lse);
       store(weights + at, weight);
       store(d_scores + at, weight * (load(d_scores + at) - mean));
     }
@@ -212,10 +213,7 @@ void add_products(const std::vector<int64_t>& panels, const Key* rows, const Que
   for (int64_t chunk = 0; chunk < queries.chunks; ++chunk) {
     for (size_t i = 0; i < panels.size(); ++i)
       parts[i] = {rows + i * BLOCK * PANEL, PANEL, PANEL, queries.rows(chunk, panels[i])};
-    multiply(parts, count, [&](int64_t at, vec sum) {
-      float* place = to + at / PANEL * columns + chunk * PANEL + at % PANEL;
-      store(place, load(place) + sum);
-    });
+    multiply(parts, count, {to + chunk * PANEL, columns, true});
   }
 }
 
@@ -229,9 +227,7 @@ void add_block(const Problem& p, Head head, const std::vector<int64_t>& panels, 
   add_products(panels, Panel::rows(w.d_scores.data(), all, w.narrow_d_scores.data()), w.q, count, w.dk.data());
   for (size_t i = 0; i < panels.size(); ++i) {
     const Lane* lanes = Panel::weights(w.d_scores.data() + i * size, count, w.pairs.data());
-    float* dq = w.dq_of(p, panels[i]);
-    multiply({{w.across.data(), BLOCK, count, lanes}}, p.width(),
-             [&](int64_t at, vec sum) { store(dq + at, load(dq + at) + sum); });
+    multiply({{w.across.data(), BLOCK, count, lanes}}, p.width(), {w.dq_of(p, panels[i]), PANEL, true});
   }
 }
 

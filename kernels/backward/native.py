@@ -19,7 +19,7 @@ from ..attended import Attended
 from ..dense import dense
 from ..even import even
 from ..head_groups import Group, attend_backward_in_groups
-from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
+from ..native import AMX, ATTEND, NUMBER, PAIRS, PANELS, TILE_SUMS, VECTOR, Kernels, dtype_of_keys
 from ..visibility import Visibility
 from .aten import attend_backward, heads_at_a_time
 from .flash import carries_scores
@@ -27,7 +27,7 @@ from .products import by_products
 from .rows import Rows
 
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, Path(__file__).with_name("native.cpp")),
+    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS, Path(__file__).with_name("native.cpp")),
     (
         *("const void*",) * 5,
         *("const float*",) * 2,

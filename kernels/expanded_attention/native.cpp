@@ -12,7 +12,7 @@
 // `whole`: then there are no other chunks, and o is of the type of q.
 //
 // Row r is of query r / sharers, as heads that share their keys and values are one, of more rows; query i sees keys up
-// to i + offset. A task is a few panels of rows of one head. It goes through the keys that any of them sees, BLOCK at a
+// to i + offset. A task is a few panels of rows of one head. It goes through the keys that any of them sees, a block at a
 // time, and each panel attends to a block in turn, so that keys and values are fetched into the core's own caches once
 // for all of them. Rows of a panel are vector lanes: of the scores [keys, PANEL], of the weights, and of the output
 // [V, PANEL].
@@ -21,8 +21,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 96;  // keys: 12 KiB of scores; a multiple of ROWS_OF_A_TILE
-constexpr int64_t TOGETHER = 4, TASKS_OF_A_THREAD = 8;  // at most so many panels per task, at least so many tasks
+constexpr int64_t TASKS_OF_A_THREAD = 8;  // at least
 
 struct Problem {
   const Number *q, *q_rope;
@@ -35,6 +34,7 @@ struct Problem {
   int64_t v_head, v_column, bias_head, bias_query, bias_sharer, o_head, o_row, lse_head, lse_row, offset;
   float scale;
   bool whole;
+  int64_t block = on_tiles() ? 128 : 96;  // keys at a time: 16 or 12 KiB of scores
 
   int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
   template <typename Output>
@@ -54,13 +54,28 @@ struct Rows {
   Lane* packed() const { return reinterpret_cast<Lane*>(query.data()); }
 };
 
+constexpr int64_t IN_A_LINE = 64 / sizeof(Key);  // numbers of a cache line
+
+// A block of keys, [count, P] and [count, R], and values [V, count] of a head.
+struct Block {
+  const Key *k, *k_rope, *v;
+  int64_t k_row, rope_row, v_row;
+};
+
 struct Workspace {
+  Units units;
   std::deque<Rows> panels;
-  Buffer scores, weights, decay;
+  Buffer scores, weights, decay, copies;
 
   Workspace(const Problem& p, int64_t together)
-      : scores(BLOCK * PANEL), weights(Panel::lines(BLOCK) * PANEL), decay(PANEL) {
+      : scores(p.block * PANEL), weights(Panel::lines(p.block) * PANEL), decay(PANEL),
+        copies(on_tiles() ? size_of_copies(p) : 0) {
     for (int64_t i = 0; i < together; ++i) panels.emplace_back(p);
+  }
+
+  // In floats.
+  static int64_t size_of_copies(const Problem& p) {
+    return (p.block * (p.nope + p.rope + IN_A_LINE) + p.value * (p.block + IN_A_LINE)) * sizeof(Key) / sizeof(float) + 1;
   }
 };
 
@@ -142,22 +157,43 @@ void hide_later_keys(const Problem& p, int64_t row, int64_t key, int64_t count, 
   }
 }
 
+// Copies `count` rows, and prefetches those `next` numbers later.
+void copy_rows(const Key* from, int64_t stride, int64_t count, int64_t width, int64_t next, Key* to, int64_t to_row) {
+  for (int64_t row = 0; row < count; ++row, from += stride, to += to_row) {
+    for (int64_t i = 0; i < width; i += IN_A_LINE) __builtin_prefetch(from + i + next, 0, 2);
+    std::memcpy(to, from, width * sizeof(Key));
+  }
+}
+
+// The block at a key. For tiles it is copied, once for all panels: rows of one head lie in as many pages of memory, and
+// tiles are multiplied faster than those are found. A gap of a cache line between rows spreads them over the cache.
+Block block_at(const Problem& p, int64_t head, int64_t key, int64_t count, Workspace& w) {
+  const Block block{p.k + head * p.k_head + key * p.k_key, p.k_rope + head * p.rope_head + key * p.rope_key,
+                    p.v + head * p.v_head + key, p.k_key, p.rope_key, p.v_column};
+  if (!on_tiles()) return block;
+  const int64_t k_row = p.nope + p.rope + IN_A_LINE, v_row = p.block + IN_A_LINE;
+  Key *const k = reinterpret_cast<Key*>(w.copies.data()), *const v = k + p.block * k_row;
+  copy_rows(block.k, block.k_row, count, p.nope, p.block * block.k_row, k, k_row);
+  copy_rows(block.k_rope, block.rope_row, count, p.rope, p.block * block.rope_row, k + p.nope, k_row);
+  copy_rows(block.v, block.v_row, p.value, count, p.block, v, v_row);
+  return {k, k + p.nope, v, k_row, k_row, v_row};
+}
+
 // Attention of a panel to one block of keys.
-void attend_block(const Problem& p, int64_t head, int64_t key, const Rows& of, const Workspace& w) {
-  const int64_t count = std::min(BLOCK, of.seen - key);
+void attend_block(const Problem& p, int64_t head, int64_t key, const Block& block, const Rows& of, const Workspace& w) {
+  const int64_t count = std::min(p.block, of.seen - key);
   if (p.bias && hide_all(of.count, count, biases(p, head, of, key))) return;
   const Lane *nope = of.packed(), *rope = nope + Panel::lines(p.nope) * PANEL;
   float *scores = w.scores.data(), *o = of.o.data();
-  multiply({{p.k + head * p.k_head + key * p.k_key, p.k_key, p.nope, nope},
-            {p.k_rope + head * p.rope_head + key * p.rope_key, p.rope_key, p.rope, rope}},
-           count, [&](int64_t at, vec sum) { store(scores + at, sum * p.scale); });
+  multiply({{block.k, block.k_row, p.nope, nope}, {block.k_rope, block.rope_row, p.rope, rope}}, count, {scores});
+  for (int64_t at = 0; at < count * PANEL; at += WIDTH) store(scores + at, load(scores + at) * p.scale);
   if (p.bias) add_rows(of.count, count, biases(p, head, of, key), scores);
   if (key + count - 1 > of.first / p.sharers + p.offset) hide_later_keys(p, of.first, key, count, scores);
-  soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data());
+  if (soften(scores, PANEL, PANEL, count, of.m.data(), of.total.data(), w.decay.data()))
+    for (int64_t at = 0; at < p.value * PANEL; at += WIDTH)
+      store(o + at, load(o + at) * load(w.decay.data() + at % PANEL));
   const Lane* weights = Panel::weights(scores, count, reinterpret_cast<Lane*>(w.weights.data()));
-  const float* decay = w.decay.data();
-  multiply({{p.v + head * p.v_head + key, p.v_column, count, weights}}, p.value,
-           [&](int64_t at, vec sum) { store(o + at, load(o + at) * load(decay + at % PANEL) + sum); });
+  multiply({{block.v, block.v_row, count, weights}}, p.value, {o, PANEL, true});
 }
 
 void attend(const Problem& p, int64_t head, int64_t first, Workspace& w) {
@@ -167,11 +203,20 @@ void attend(const Problem& p, int64_t head, int64_t first, Workspace& w) {
     seen = std::max(seen, panel.seen);
     first += PANEL;
   }
-  for (int64_t key = 0; key < seen; key += BLOCK)
+  for (int64_t key = 0; key < seen; key += p.block) {
+    const Block block = block_at(p, head, key, std::min(p.block, seen - key), w);
     for (const Rows& panel : w.panels)
-      if (key < panel.seen) attend_block(p, head, key, panel, w);
+      if (key < panel.seen) attend_block(p, head, key, block, panel, w);
+  }
   for (const Rows& panel : w.panels)
     if (panel.seen) store_panel(p, head, panel);
+}
+
+// The most panels of a task. Where blocks are copied for each task, these are as many as a second-level cache holds.
+int64_t most_together(const Problem& p) {
+  constexpr int64_t FEW = 4, BYTES = 1 << 20;
+  const int64_t of_a_panel = (Panel::lines(p.nope + p.rope) + p.value) * PANEL * int64_t{sizeof(float)};
+  return on_tiles() ? std::max(BYTES / of_a_panel, FEW) : FEW;
 }
 
 }  // namespace
@@ -191,7 +236,8 @@ extern "C" void kernel(const void* q, const void* q_rope, const void* k, const v
                   v_head, v_column, bias_head, bias_query, bias_sharer, o_head, o_row, lse_head, lse_row, offset, scale,
                   whole != 0};
   // As many panels per task as leave each thread some tasks.
-  const int64_t together = std::min(std::max(heads * p.panels() / (threads * TASKS_OF_A_THREAD), int64_t{1}), TOGETHER);
+  const int64_t of_a_task = heads * p.panels() / (threads * TASKS_OF_A_THREAD);
+  const int64_t together = std::min(std::max(of_a_task, int64_t{1}), most_together(p));
   const int64_t groups = (p.panels() + together - 1) / together;
 #pragma omp parallel num_threads(threads)
   {

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..bundles import checked
 from ..dense import dense
 from ..dispatcher import general
-from ..native import ATTEND, NUMBER, PAIRS, PANELS, VECTOR, Kernels, dtype_of_keys
+from ..native import AMX, ATTEND, NUMBER, PAIRS, PANELS, TILE_SUMS, VECTOR, Kernels, dtype_of_keys
 from ..visibility import KeyPositions, Visibility
 from .arguments import ExpandedAttention
 from .aten import Flash
@@ -28,7 +28,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
+    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
     ("const void*",) * 5 + ("uintptr_t", "void*", "float*") + ("int64_t",) * 28 + ("float", "int64_t"),
 )
 

@@ -9,25 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..native import ATTEND, NUMBER, PAIRS, VECTOR, Kernels
+from ..native import AMX, ATTEND, NUMBER, PAIRS, TILE_SUMS, VECTOR, Kernels
 
 _HERE = Path(__file__).parent
-_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "brgemm.h", "native.cpp"))
+_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "tiles.h", "native.cpp"))
 MOST_ROWS = 256
 """Queries times heads up to which this kernel is faster than matrix products."""
-TILES = "BRGEMM Tiles::present()"
-"""A macro that includes oneDNN's products, which are used where oneDNN finds AMX."""
-
-
-def _tiles(number: torch.dtype) -> tuple[str, ...]:
-    return (TILES,) if number == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else ()
-
 
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, *_OWN),
+    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, *_OWN),
     ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 24 + ("float", "int64_t"),
     ("NUMBER", "LATENT", "ROPE"),
-    _tiles,
 )
 """The kernels, by the dtypes of queries, latents and rope keys."""
 

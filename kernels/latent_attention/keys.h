@@ -20,43 +20,43 @@ struct Scales {
   float at(int64_t key, int64_t g) const { return of_keys[key][g * group]; }
 };
 
-// Up to MOST keys in two parts. The last key is repeated in place of missing ones.
+// Up to MOST keys in two parts. The last key is repeated in place of missing ones. Where strides are given, each run of
+// RUN keys is evenly spaced by them.
 template <typename Latent, typename Rope = Latent>
 struct Block {
-  static constexpr int64_t MOST = 128;
+  static constexpr int64_t MOST = 128, RUN = 16;
   const Latent* latent[MOST];
   const Rope* rope[MOST];
-  int64_t count;
+  int64_t count, latent_stride = 0, rope_stride = 0;
   Scales scales;
 };
 
-// Prefetches the next block into the second-level cache, one key at a time.
+// Prefetches the next block into the second-level cache, some keys at a time.
 template <int64_t MOST>
 class Ahead {
  public:
   template <typename Latent, typename Rope>
   void set(const Block<Latent, Rope>* keys, const Sizes& s) {
-    count = keys ? keys->count : 0;
+    count = keys ? keys->count : 0, sent = 0;
+    sizes[0] = s.rank * int64_t{sizeof(Latent)} / IN_ONE<Latent>;
+    sizes[1] = s.rope * int64_t{sizeof(Rope)};
     for (int64_t k = 0; k < count; ++k) {
-      parts[k][0] = {reinterpret_cast<const char*>(keys->latent[k]), s.rank * int64_t{sizeof(Latent)} / IN_ONE<Latent>};
-      parts[k][1] = {reinterpret_cast<const char*>(keys->rope[k]), s.rope * int64_t{sizeof(Rope)}};
+      parts[0][k] = reinterpret_cast<const char*>(keys->latent[k]);
+      parts[1][k] = reinterpret_cast<const char*>(keys->rope[k]);
     }
   }
 
-  // Must be inlined: GCC sees no effect in a call of a function that only prefetches, and removes it.
-  __attribute__((always_inline)) void send_for(int64_t key) const {
-    if (key < count)
-      for (const Part& part : parts[key])
-        for (int64_t byte = 0; byte < part.size; byte += 64) __builtin_prefetch(part.at + byte, 0, 2);
+  // Those of the next `keys` keys, if there are any left. Must be inlined: GCC sees no effect in a call of a function that
+  // only prefetches, and removes it.
+  __attribute__((always_inline)) void send(int64_t keys) {
+    for (const int64_t end = std::min(sent + keys, count); sent < end; ++sent)
+      for (int64_t part = 0; part < 2; ++part)
+        for (int64_t byte = 0; byte < sizes[part]; byte += 64) __builtin_prefetch(parts[part][sent] + byte, 0, 2);
   }
 
  private:
-  struct Part {
-    const char* at;
-    int64_t size;
-  };
-  int64_t count = 0;
-  Part parts[MOST][2];
+  int64_t count = 0, sent = 0, sizes[2] = {};  // in bytes
+  const char* parts[2][MOST];
 };
 
 // Key j of a sequence is in row j % page_size of page table[j / page_size], or of page 0 without a table. Each
@@ -77,12 +77,16 @@ struct Cache {
               const float** block_scales) const {
     const int64_t batch = sequence / queries;
     block.count = count;
+    const bool even = !table || (page_size % block.RUN == 0 && first % block.RUN == 0);
+    block.latent_stride = even ? latent_key : 0, block.rope_stride = even ? rope_key : 0;
+    int64_t row = first % page_size, page = first / page_size;
     for (int64_t k = 0; k < room; ++k) {
-      const int64_t j = first + std::min(k, count - 1), row = j % page_size;
-      const int64_t page = table ? table[sequence * table_row + j / page_size] : 0;
-      block.latent[k] = latent + batch * latent_batch + page * latent_page + row * latent_key;
-      block.rope[k] = rope + batch * rope_batch + page * rope_page + row * rope_key;
-      if (scales) block_scales[k] = scales + batch * scales_batch + page * scales_page + row * scales_key;
+      const int64_t at = table ? table[sequence * table_row + page] : 0;
+      block.latent[k] = latent + batch * latent_batch + at * latent_page + row * latent_key;
+      block.rope[k] = rope + batch * rope_batch + at * rope_page + row * rope_key;
+      if (scales) block_scales[k] = scales + batch * scales_batch + at * scales_page + row * scales_key;
+      if (k + 1 >= count) continue;
+      if (++row == page_size) row = 0, ++page;
     }
   }
 };

@@ -40,13 +40,14 @@ struct Problem {
   int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : keys; }
 };
 
-// A thread's partial result for a sequence: unnormalised o, and m and total [padded rows].
+// A thread's partial result for a sequence: unnormalised o, and m and total [padded rows]. There is room for whole
+// vectors at the end of the last row.
 template <typename Products>
 struct Partial {
   float *o, *m, *total;
 
   static int64_t o_size(const Sizes& s) { return Products::o_rows(s) * Products::o_stride(s); }
-  static int64_t size(const Problem& p) { return round_up(o_size(p.sizes) + 2 * p.padded_rows(), LINE); }
+  static int64_t size(const Problem& p) { return round_up(o_size(p.sizes) + 2 * p.padded_rows() + WIDTH, LINE); }
   Partial(const Problem& p, float* at) : o(at + 2 * p.padded_rows()), m(at), total(at + p.padded_rows()) {}
 };
 
@@ -86,6 +87,7 @@ class Loader {
     const int64_t group = s.rank / cache.groups;
     constexpr bool IN_BYTES = sizeof(Latent) == 1 && IN_ONE<Latent> == 1, SCALED_ROPE = sizeof(Rope) == 1;
     block.count = keys.count;
+    block.latent_stride = block.rope_stride = s.width();
     const bool apart = IN_BYTES && cache.scales && Products::takes_scales(cache.groups, group);
     if (apart) block.scales = {of_keys, cache.groups, cache.scales_group, SCALED_ROPE};
     Key* to = reinterpret_cast<Key*>(converted.data());
@@ -193,11 +195,11 @@ struct Pieces {
   }
 };
 
-// Merges the partial results of one row, from the threads that met its sequence; `o` has room for one row.
+// Merges the partial results of one row, from the threads that met its sequence; `o` has room for the vectors of a row.
 template <typename Products>
 void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t sequence, int64_t row, float* o) {
   const int64_t rank = p.sizes.rank;
-  std::fill_n(o, rank, 0.0f);
+  std::fill_n(o, round_up(rank, WIDTH), 0.0f);
   float m = -FLT_MAX, total = 0.0f;
   for (int64_t thread = 0; thread < pieces.threads; ++thread) {
     if (pieces.begin(thread, sequence) == pieces.end(thread, sequence)) continue;
@@ -207,11 +209,11 @@ void merge_row(const Problem& p, const Pieces& pieces, float* partials, int64_t 
     m = m_new;
     total = total * decay + partial.total[row] * weight;
     const float* from = partial.o + row * Products::o_stride(p.sizes);
-    for (int64_t c = 0; c < rank; ++c) o[c] = o[c] * decay + from[c] * weight;
+    for (int64_t c = 0; c < rank; c += WIDTH) store(o + c, load(o + c) * decay + load(from + c) * weight);
   }
   // A row's greatest score adds exp(0) = 1 to its total, so only a row that saw no key is below 1.
-  const float divisor = total < 1.0f ? 1.0f : total;
-  for (int64_t c = 0; c < rank; ++c) o[c] /= divisor;
+  const vec divisor = broadcast(total < 1.0f ? 1.0f : total);
+  for (int64_t c = 0; c < rank; c += WIDTH) store(o + c, load(o + c) / divisor);
   convert(o, rank, 1.0f, p.o + (sequence * p.rows() + row) * rank);
   p.lse[sequence * p.rows() + row] = m + std::log(total);
 }
@@ -238,7 +240,7 @@ void run(const Problem& p, int64_t most_threads) {
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    const Buffer o(p.sizes.rank);
+    const Buffer o(round_up(p.sizes.rank, WIDTH));
 #pragma omp for
     for (int64_t row = 0; row < p.sequences * p.rows(); ++row)
       merge_row<Products>(p, pieces, partials.data(), row / p.rows(), row % p.rows(), o.data());
@@ -246,10 +248,10 @@ void run(const Problem& p, int64_t most_threads) {
 }
 
 void run_best(const Problem& p, int64_t threads) {
-#if defined(__AVX512BF16__) && !defined(NO_DOTS)
+#if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Number, bf16>) {
-#if defined(BRGEMM)
-    if (BRGEMM) return run<Tiles>(p, threads);
+#if defined(AMX)
+    if (amx::allowed()) return run<Tiles>(p, threads);
 #endif
     return run<Dots>(p, threads);
   }

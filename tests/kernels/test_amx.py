@@ -17,7 +17,7 @@ FILES = (
 )
 CHOSEN = """
 (test_finite_products and bfloat16 and not buffers and not dispatched)
-or (test_instruction_sets and oneDNN and not scaled and not byte)
+or (test_instruction_sets and AMX-bfloat16 and not scaled and not byte)
 or test_tiles
 or (triton and test_half_precision and bfloat16)
 """

@@ -16,7 +16,7 @@ from mla_compile.kernels.backward import native as backward_native
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttentionBackward
-from mla_compile.kernels.latent_attention import cached, latent_attention_reference
+from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.paged_latent_attention import native as paged_native
 from mla_compile.kernels.paged_latent_attention import paged_latent_attention_reference
@@ -27,15 +27,17 @@ from .errors import assert_as_close_as
 from .naive import case_of, make_inputs, masks
 from .paged import FP8, INT8, PACKED, make_paged, quantised
 
-TILES, NATIVE = "oneDNN's products", "AVX512-BF16"
+AMX, TILES, PAIRS = "AMX", "AMX in software", "AVX512-BF16"
 SETS = {
-    TILES: ({}, ("BRGEMM true",), torch.cpu._is_avx512_bf16_supported),
-    NATIVE: ({}, (), torch.cpu._is_avx512_bf16_supported),
+    AMX: ({}, (), torch.cpu._is_amx_tile_supported),
+    TILES: ({}, (), torch.cpu._is_avx512_bf16_supported),
+    PAIRS: ({}, ("NO_AMX",), torch.cpu._is_avx512_bf16_supported),
     "AVX-512": ({"cpp.march": "x86-64-v4", "cpp.simdlen": 512}, (), torch.cpu._is_avx512_supported),
     "AVX2": ({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}, (), torch.cpu._is_avx2_supported),
     "SSE2": ({"cpp.march": "x86-64", "cpp.simdlen": 1}, (), torch.cpu._is_avx2_supported),
 }
 """For each way to multiply, Inductor's settings, macros, and a function that tells whether this CPU has it."""
+SOFTWARE = Path(__file__).with_name("amx_in_software.h")
 OWN = "AVX2" if str(pick_vec_isa()) == "avx2" else None
 """The set for which kernels are compiled on this CPU anyway, if it is one of those with settings."""
 
@@ -45,14 +47,16 @@ def built(name: str, sources: tuple[Path, ...], argtypes: tuple[str, ...], defin
     settings, more, _ = SETS[name]
     if name == OWN:  # the libraries that all tests load
         settings = {}
-    kept = tuple(define for define in defines if define != cached.TILES)
+    if name == TILES:
+        sources = tuple(SOFTWARE if source == native.AMX else source for source in sources)
     with config.patch(settings):
-        return native.start.__wrapped__(sources, argtypes, (*kept, *more))()
+        return native.start.__wrapped__(sources, argtypes, (*defines, *more))()
 
 
 BF16, HALF = torch.bfloat16, (torch.bfloat16, torch.float16)
-ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name not in (TILES, NATIVE) or t == BF16]
-"""Ways to multiply, and dtypes; oneDNN's products and AVX512-BF16's dot products are of bfloat16 only."""
+OF_BF16 = AMX, TILES, PAIRS
+ALL = [(name, t) for name in SETS for t in (*HALF, torch.float32) if name not in OF_BF16 or t == BF16]
+"""Ways to multiply, and dtypes."""
 
 
 @pytest.fixture
@@ -125,7 +129,7 @@ def test_latent_attention(monkeypatch, dtype, sizes, threads, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@of([(name, t) for name, t in ALL if name != TILES])
+@of(ALL)
 def test_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = make_inputs(sizes, dtype)
@@ -143,7 +147,7 @@ def test_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
 @pytest.mark.parametrize("mask", ["none", "causal", "left padding and causal", "scattered keys"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@of([(name, t) for name, t in ALL if name != TILES])
+@of(ALL)
 def test_gradients_of_expanded_attention(monkeypatch, dtype, sizes, threads, mask):
     """Against ATen operations in float64 and, as the measure of error, in this dtype."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -208,7 +212,7 @@ def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-@of([(name, t) for name, t in ALL if t in HALF and name not in (TILES, NATIVE)])
+@of([(name, t) for name, t in ALL if t in HALF and name not in OF_BF16])
 def test_widened_products(monkeypatch, dtype, rows):
     monkeypatch.setattr(widened_native, "multiply_by_panels", None)
     x, weight = torch.randn(rows, 77, dtype=dtype), torch.randn(13, 77, dtype=dtype).t()
