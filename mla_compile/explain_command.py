@@ -36,4 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
 def explain_model(name: str, tokens: int, cache_kind: Literal["dynamic", "static"]) -> Report:
     """The merged reports of a prefill of `tokens` random tokens and of a decode step after it."""
     sample = load(name, tokens, "explain", cache_kind)
-    return merged([explain(sample.model, ids, **sample.arguments) for ids in (sample.prefill, sample.decode)])
+    with sample.compiling():
+        return merged([explain(sample.model, ids, **sample.arguments) for ids in (sample.prefill, sample.decode)])

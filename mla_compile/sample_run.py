@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +36,24 @@ class SampleRun:
         """The arguments of both calls besides their tokens."""
         return {cache_argument(self.model.forward): self.cache, "use_cache": True}
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A context for compiled calls of the model. If one fails, the prompt is tried without compilation.
+
+        Raises:
+            ConfigError: if that fails too: it is a fault of the model, whose error says more than a compiler's.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                with torch.no_grad():
+                    self.model(self.prefill)
+            except Exception as error:
+                found = f"{type(error).__name__}: {_shortened(error)}"
+                raise ConfigError(f"expected a model that reads {self.prefill.shape[1]} tokens, found: {found}") from error
+            raise
+
 
 def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "static"] = "dynamic") -> SampleRun:
     """Load a model by AutoModelForCausalLM, and make a prompt of `tokens` random tokens.
@@ -55,7 +75,7 @@ def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "stat
     except (ImportError, OSError):
         raise
     except Exception as error:  # of transformers, huggingface_hub or safetensors: they have no base class in common
-        found = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
+        found = _shortened(error)
         raise ConfigError(f"expected a causal language model of transformers in {name}, found: {found}") from error
     config = model.config
     ids = torch.randint(config.get_text_config().vocab_size, (1, tokens + 1))
@@ -65,3 +85,7 @@ def load(name: str, tokens: int, user: str, cache_kind: Literal["dynamic", "stat
         else transformers.StaticCache(config=config, max_cache_len=tokens + 1)
     )
     return SampleRun(model, cache, ids[:, :tokens], ids[:, tokens:])
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")

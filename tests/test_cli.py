@@ -211,3 +211,15 @@ def test_a_model_that_does_not_load_is_one_line(command, fields, config, capsys)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mla-compile: expected a causal language model of transformers in {folder}, found: ")
     assert len(line) < 500
+
+
+@pytest.mark.parametrize("command", [["explain"], ["inspect", "--out", "folder"]], ids=lambda command: command[0])
+def test_a_model_that_does_not_run_is_one_line(command, config, capsys):
+    pytest.importorskip("transformers")
+    fields = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_experts_per_tok": 9}
+    folder = config(**json.loads((TINY / "config.json").read_text()) | fields)
+    (folder / "model.safetensors").symlink_to(TINY / "model.safetensors")
+    assert cli.main([*command, str(folder)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("mla-compile: expected a model that reads ")
+    assert "k out of range" in line

@@ -52,7 +52,8 @@ def _compile(name: str, tokens: int) -> tuple[Any, list[Any]]:
 
     sample = load(name, tokens, "inspect")
     steps = {f"Prefill of {tokens} tokens": sample.prefill, f"Decode after {tokens} tokens": sample.decode}
-    found = [c for step, ids in steps.items() for c in compilations(sample.model, step, ids, **sample.arguments)]
+    with sample.compiling():
+        found = [c for step, ids in steps.items() for c in compilations(sample.model, step, ids, **sample.arguments)]
     return sample.model, found
 
 
