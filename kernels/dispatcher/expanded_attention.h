@@ -64,6 +64,23 @@ struct Seen {
   Seen(int64_t queries, int64_t tokens, std::optional<int64_t> causal_offset)
       : stop(tokens), offset(causal_offset.value_or(tokens)), cut(causal_offset ? std::max(offset, int64_t{0}) : 0) {
     stop = std::min(std::max(queries + offset, int64_t{0}), tokens);
+    cut = std::min(cut, stop);
+  }
+
+  // Of a chunk of up to `size` keys that begins at `start`.
+  int64_t end_of_chunk(int64_t start, int64_t size) const { return std::min(start + size, start < cut ? cut : stop); }
+};
+
+// Where the kernel sums up: in o, if that is float32 or there is one chunk; else in float32, from which o is rounded.
+struct Sums {
+  bool whole;  // o is not float32: the kernel divides by the totals and rounds
+  Tensor o, of_chunks;
+
+  Sums(const Tensor& output, bool one_chunk) : whole(one_chunk && output.scalar_type() != at::kFloat), o(output) {
+    of_chunks = whole || o.scalar_type() == at::kFloat ? o : at::zeros(o.sizes(), o.options().dtype(at::kFloat));
+  }
+  void finish() const {
+    if (!of_chunks.is_same(o)) o.copy_(of_chunks);
   }
 };
 
@@ -92,16 +109,17 @@ struct Weights {
   }
 };
 
-// Attention of a group of heads of one sequence: q `[Sq, H, P + R]`. Fills o `[Sq, H, V]`, zeros at first, and
-// lse `[Sq, H]`, -inf at first.
+// Attention of a group of heads of one sequence: q `[Sq, H, P + R]`. Fills the output `[Sq, H, V]`, zeros at first,
+// and lse `[Sq, H]`, -inf at first.
 void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Load& load, const Weights& weights,
-                  const Seen& seen, int64_t size, float scale, const Tensor& o, const Tensor& lse) {
+                  const Seen& seen, int64_t size, float scale, const Tensor& output, const Tensor& lse) {
   const Tensor &w_uk = weights.of_keys, &w_uv = weights.of_values;
-  const int64_t queries = q.size(0), heads = group.count, value = o.size(2);
-  const int64_t stop = seen.stop, cut = std::min(seen.cut, stop), most = std::min(size, stop);
+  const int64_t queries = q.size(0), heads = group.count, value = output.size(2), most = std::min(size, seen.stop);
+  const Sums sums(output, seen.end_of_chunk(0, size) == seen.stop);
+  const Tensor& o = sums.of_chunks;
   const Tensor memory = room_for(w_uk, most, w_uk.size(0)), other_memory = room_for(w_uv, w_uv.size(0), most);
-  for (int64_t start = 0, end; start < stop; start = end) {
-    end = std::min(start + size, start < cut ? cut : stop);
+  for (int64_t start = 0, end; start < seen.stop; start = end) {
+    end = seen.end_of_chunk(start, size);
     const int64_t count = end - start;
     auto [here, rope] = load(group, start, count, chunks.dtype);
     const Latents latents(here, weights.rank_of_keys, weights.rank_of_values);
@@ -115,9 +133,10 @@ void attend_heads(const OfChunks& chunks, const Tensor& q, Heads group, const Lo
                   lse.data_ptr<float>(), heads, queries, 1, count, nope, rope.size(-1), value, q.stride(1),
                   q.stride(0), 0, q.stride(1), q.stride(0), 0, nope, k.stride(0),
                   rope.dim() == 3 ? rope.stride(1) : 0, rope.stride(0), value * v.stride(0), v.stride(0), 0, 0, 0,
-                  o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start, false, scale,
+                  o.stride(1), o.stride(0), lse.stride(1), lse.stride(0), seen.offset - start, sums.whole, scale,
                   at::get_num_threads());
   }
+  sums.finish();
 }
 
 // One sequence: the number of its queries that are not padding, and what those see.
@@ -142,11 +161,8 @@ Attended attend_in_chunks(const OfChunks& chunks, const Tensor& q, const std::ve
       const auto own = [&](const Tensor& of_all) {
         return of_all[sequence.b].narrow(0, 0, sequence.queries).narrow(1, head, some);
       };
-      const Tensor out = own(o);
-      const Tensor state = o.scalar_type() == at::kFloat ? out : at::zeros(out.sizes(), lse.options());
       attend_heads(chunks, own(dense), {head, some}, sequence.load, weights, sequence.seen, workspace_tokens,
-                   static_cast<float>(scale), state, own(lse));
-      if (!state.is_same(out)) out.copy_(state);
+                   static_cast<float>(scale), own(o), own(lse));
     }
   }
   return {o, lse};

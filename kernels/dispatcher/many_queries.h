@@ -19,26 +19,24 @@ bool are_many(const Tensor& q, int64_t tokens, bool limited, const OfChunks& chu
 // The same rows with a last stride of 1.
 Tensor dense(const Tensor& rows) { return rows.size(-1) > 1 && rows.stride(-1) != 1 ? rows.contiguous() : rows; }
 
-// One sequence: q `[Sq, N, L]` and `[Sq, N, R]`. Fills o `[Sq, N, L]` and lse `[Sq, N]`, -inf at first, of queries that
-// see a key.
+// One sequence: q `[Sq, N, L]` and `[Sq, N, R]`. Fills the output `[Sq, N, L]` and lse `[Sq, N]`, -inf at first, of
+// queries that see a key.
 void attend_many(const OfChunks& chunks, const Tensor& q_latent, const Tensor& q_rope, const Sequence& sequence,
-                 float scale, const Tensor& o, const Tensor& lse) {
+                 float scale, const Tensor& output, const Tensor& lse) {
   const int64_t queries = q_latent.size(0), heads = q_latent.size(1), rank = q_latent.size(2), rope = q_rope.size(2);
   const Seen& seen = sequence.seen;
-  const bool whole = seen.stop <= KEYS_AT_A_TIME && o.scalar_type() != at::kFloat;
-  // Several chunks are summed in float32.
-  const Tensor sums = whole || o.scalar_type() == at::kFloat ? o : at::zeros(o.sizes(), lse.options());
+  const Sums sums(output, seen.stop <= KEYS_AT_A_TIME);
   for (int64_t start = 0; start < seen.stop; start += KEYS_AT_A_TIME) {
     const int64_t count = std::min(KEYS_AT_A_TIME, seen.stop - start);
     const auto [k, ropes] = sequence.load({0, heads}, start, count, chunks.dtype);
     const Tensor v = rows_in(room_for(k, rank, count), rank, count).copy_(k.t());
     chunks.kernel(q_latent.data_ptr(), q_rope.data_ptr(), k.data_ptr(), ropes.data_ptr(), v.data_ptr(), 0,
-                  sums.data_ptr(), lse.data_ptr<float>(), 1, queries * heads, heads, count, rank, rope, rank, 0,
-                  q_latent.stride(0), q_latent.stride(1), 0, q_rope.stride(0), q_rope.stride(1), 0, k.stride(0), 0,
-                  ropes.stride(0), 0, v.stride(0), 0, 0, 0, 0, rank, 0, 1, seen.offset - start, whole, scale,
+                  sums.of_chunks.data_ptr(), lse.data_ptr<float>(), 1, queries * heads, heads, count, rank, rope, rank,
+                  0, q_latent.stride(0), q_latent.stride(1), 0, q_rope.stride(0), q_rope.stride(1), 0, k.stride(0), 0,
+                  ropes.stride(0), 0, v.stride(0), 0, 0, 0, 0, rank, 0, 1, seen.offset - start, sums.whole, scale,
                   at::get_num_threads());
   }
-  if (!sums.is_same(o)) o.copy_(sums);
+  sums.finish();
 }
 
 // o and lse of queries `[B, Sq, N, L]` and `[B, Sq, N, R]`, and one sequence of keys for each b.
