@@ -32,7 +32,8 @@ from .attempt import Attempt, NothingToRewrite
 from .dynamo import differentiated
 from .dynamo.control_flow import copy_parts, has_apart
 from .dynamo.flex import write_out
-from .dynamo.graph import copied, dtypes_on_cpu, inline_regions
+from .dynamo.graph import copied, dtypes_on_cpu
+from .dynamo.regions import inline_calls
 from .dynamo.seal import seal_with_parts
 from .errors import PassesError
 from .graph_log import is_observed, log_graph
@@ -171,12 +172,12 @@ class Compilation:
         return Compiled(self._unchanged(), Report(outcomes, f"stock Inductor, {note}", dict(seconds or {})))
 
     def _copy(self) -> fx.GraphModule:
-        """A copy of the graph for the passes, with nested regions inlined and the user's own passes applied.
+        """A copy of the graph for the passes, with nested regions and checkpoints inlined and the user's own passes applied.
 
         The user's passes look for attention as it is written, so they run before it is sealed.
         """
         module = copied(self.module)
-        inline_regions(module)
+        inline_calls(module)
         copy_parts(module)
         return after_pre_grad(module, self.inputs)
 

@@ -1,4 +1,4 @@
-"""Copy Dynamo's graphs so that AOTAutograd accepts the copies as Dynamo's, and inline nested regions."""
+"""Copy Dynamo's graphs so that AOTAutograd accepts the copies as Dynamo's."""
 
 from __future__ import annotations
 
@@ -45,48 +45,3 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
             input._dynamo_source = old._dynamo_source
     assert isinstance(new, fx.GraphModule)
     return new
-
-
-def has_regions(module: fx.GraphModule) -> bool:
-    """Whether a graph calls graphs that `torch.compiler.nested_compile_region` made."""
-    return bool(_calls_of_regions(module.graph))
-
-
-def inline_regions(module: fx.GraphModule) -> None:
-    """Inline the graphs that `torch.compiler.nested_compile_region` made where they are called, in place.
-
-    Their attention then belongs to this graph, and each call of a region may be rewritten differently.
-    """
-    graph = module.graph
-    while calls := _calls_of_regions(graph):
-        for call in calls:
-            region, _, *operands = call.args
-            copies = _inlined(module.get_submodule(region.target), region.target, operands, before=call)
-            for user in list(call.users):
-                user.replace_all_uses_with(copies[user.args[1]])
-                graph.erase_node(user)
-            graph.erase_node(call)
-            if not region.users:
-                graph.erase_node(region)
-        module.recompile()
-
-
-def _calls_of_regions(graph: fx.Graph) -> list[Any]:
-    return list(graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
-
-
-def _inlined(region: Any, name: str, operands: list[Any], before: fx.Node) -> Any:
-    """Copy a region's nodes before a node, and return the copied results."""
-    given = iter(operands)
-    copies: dict[fx.Node, Any] = {}
-    for node in region.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = next(given)
-        elif node.op == "output":
-            return fx.map_arg(node.args[0], copies.__getitem__)
-        else:
-            with before.graph.inserting_before(before):
-                copies[node] = before.graph.node_copy(node, copies.__getitem__)
-            if node.op in ("get_attr", "call_module"):
-                copies[node].target = f"{name}.{node.target}"
-    raise AssertionError("a graph without an output")

@@ -22,7 +22,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
-from .graph import EXAMPLE, has_regions
+from .graph import EXAMPLE
+from .regions import has_regions
 
 _MOST_SHOWN = 4
 

@@ -18,6 +18,7 @@ from torch import fx
 from mla_compile.asked import told
 from mla_compile.cost import Device
 from mla_compile.dynamo.graph import copied
+from mla_compile.dynamo.regions import is_checkpoint
 from mla_compile.options import KEEP_ALL, QUERIES, Options
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.outcome import UP_PROJECTIONS, Outcome, output_of, unchanged
@@ -28,7 +29,7 @@ from .capture import Captured, NotCaptured, capture
 from .recompute import recompute_keys_and_values, recompute_operands, recompute_queries
 from .splice import splice
 from .through_views import read_through_views
-from .verified import check_of_parts, is_checkpoint
+from .verified import check_of_parts
 
 
 @dataclass(frozen=True)

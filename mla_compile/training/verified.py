@@ -14,16 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from mla_compile.dynamo.control_flow import is_operator
+from mla_compile.dynamo.regions import is_checkpoint
 from mla_compile.verify import Check, no_random_numbers_used
-
-_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-
-
-def is_checkpoint(node: fx.Node) -> bool:
-    """Whether a node calls a graph, its first argument, whose activations are recomputed."""
-    return is_operator(node, _CHECKPOINTS)
-
 
 def check_of_parts(
     module: fx.GraphModule, given: Sequence[str], own: Check | None, of_checkpoints: Mapping[str, Sequence[Check]]
