@@ -22,7 +22,8 @@ from ..algebra.factored import factored
 from ..algebra.sizes import Size, Unaligned, same, total
 from ..algebra.terms import Axis, Form, Join, Product, Sum
 from ..nodes.arguments import argument, arguments, aten, factor_of, is_tensor
-from ..nodes.constants import constant_of
+from ..nodes.constants import constant_of, number_in
+from ..nodes.positive import is_positive
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .parts_of_keys import side_by_side
@@ -204,13 +205,14 @@ class _Op:
     def summands(self) -> list[Summand]:
         """The summands of its operands; empty if its result is another function of these than a sum with masks."""
         a, b = (*arguments(self.node), None, None)[:2]
+        number = number_in(b)
         match self.node.target:
             case aten.add.Tensor | aten.sub.Tensor if is_tensor(a) and is_tensor(b):
                 return self._added(a, b)
-            case aten.mul.Tensor | aten.mul.Scalar if isinstance(b, int | float):
-                return self._operand(a, self.factor * b)
-            case aten.div.Tensor | aten.div.Scalar if isinstance(b, int | float) and b != 0:
-                return self._operand(a, self.factor / b)
+            case aten.mul.Tensor | aten.mul.Scalar if number is not None:
+                return self._operand(a, self.factor * number)
+            case aten.div.Tensor | aten.div.Scalar if number:
+                return self._operand(a, self.factor / number)
             case aten.mul.Tensor if is_tensor(a) and is_tensor(b):
                 return self._times(a, b) or self._times(b, a)
             case aten.div.Tensor if is_tensor(a) and is_tensor(b):
@@ -251,14 +253,19 @@ class _Op:
         return [Summand(form, self._labels_of(form), mask)]
 
     def _times(self, node: fx.Node, by: fx.Node) -> list[Summand]:
-        """The products in `node` times a tensor that is the same for all keys; empty if it is not, or there is more."""
+        """The products in `node` times a tensor that is the same for all keys; empty if it is not, or there is more.
+
+        Scores that are -inf stay it, if the tensor is positive.
+        """
         summands, form = self._operand(node, self.factor), self._form(by)
         own = self._labels_of(form)
         of_keys = self.key in own and not form.term.axes.isdisjoint(form.dims[own.index(self.key)])
-        if of_keys or not all(isinstance(s.what, float) for s in summands):
+        products = [s for s in summands if isinstance(s.what, float)]
+        hidden = [s for s in summands if isinstance(s.what, Mask) and s.what.attends and s.what.fill == -math.inf]
+        if of_keys or len(products) + len(hidden) < len(summands) or (hidden and not is_positive(by)):
             return []
         by_tensor = Factor(form, own, divides=self.node.target is aten.div.Tensor)
-        return [replace(s, factors=(*s.factors, by_tensor)) for s in summands]
+        return [*(replace(s, factors=(*s.factors, by_tensor)) for s in products), *hidden]
 
     def _filled(self) -> list[Summand]:
         """The summands of scores some of which become a number, and the mask that rejects these; empty if the number

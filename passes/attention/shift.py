@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.constants import number_in
 from ..trace.trace import Trace
 from .copies import original_of
 from .finite import before_finite
@@ -30,10 +31,10 @@ def without_shift(node: fx.Node, dim: int, trace: Trace) -> tuple[fx.Node, float
         a, b = (*arguments(source), None, None)[:2]
         if source.target is aten.sub.Tensor and not source.kwargs and is_tensor(b) and is_greatest(b, a, dim, trace):
             node, factor = a, factor * scale
-        elif source.target is aten.mul.Tensor and isinstance(b, int | float) and b > 0:
-            node, factor = a, factor * scale * b
-        elif source.target is aten.div.Tensor and isinstance(b, int | float) and b > 0:
-            node, factor = a, factor * scale / b
+        elif source.target is aten.mul.Tensor and (number := number_in(b) or 0) > 0:
+            node, factor = a, factor * scale * number
+        elif source.target is aten.div.Tensor and (number := number_in(b) or 0) > 0:
+            node, factor = a, factor * scale / number
         else:
             return node, factor
 

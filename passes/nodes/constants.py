@@ -8,7 +8,25 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from .arguments import arguments, aten
+from .arguments import arguments, aten, is_tensor
+
+_FUNCTIONS = {
+    aten.div.Tensor,
+    aten.exp.default,
+    aten.log.default,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.reciprocal.default,
+    aten.rsqrt.default,
+    aten.sqrt.default,
+}
+"""Functions of numbers, by which scales are computed: `1 / torch.sqrt(torch.tensor(64.0))`."""
+
+
+def number_in(operand: Any) -> float | None:
+    """The number that an operand is, if it is one: a Python number, or a constant tensor without dimensions."""
+    return None if is_tensor(operand) and operand.meta["val"].dim() else constant_of(operand)
 
 
 def constant_of(value: Any) -> float | None:
@@ -31,12 +49,28 @@ def constant_of(value: Any) -> float | None:
                 | aten.alias.default
             ):
                 return constant_of(arguments(value)[0])
+            case function if function in _FUNCTIONS:
+                return _computed(value)
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
-        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and not isinstance(tensor, FakeTensor):
+        known = isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor)
+        if known and tensor.numel() == 1 and not tensor.is_complex():
             with unset_fake_temporarily():  # the compiler's fake mode, in which no tensor has a value
                 return float(tensor.item())
     return None
+
+
+def _computed(node: fx.Node) -> float | None:
+    """What a function makes of constants, in the dtypes of the graph; None if its operands are not all known."""
+    operands, numbers = arguments(node), [constant_of(operand) for operand in arguments(node)]
+    if node.kwargs or any(number is None for number in numbers):
+        return None
+    with unset_fake_temporarily():
+        known = [
+            torch.tensor(number, dtype=operand.meta["val"].dtype) if is_tensor(operand) else operand
+            for operand, number in zip(operands, numbers, strict=True)
+        ]
+        return float(node.target(*known).item())
 
 
 def _rounded(number: float | None, node: fx.Node) -> float | None:
