@@ -7,6 +7,7 @@ import re
 from argparse import ArgumentTypeError
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 TOKEN_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 BYTE_UNITS = {
@@ -49,11 +50,16 @@ def file(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """Parse the path of a folder to write, which is made if it is not there."""
+    """Parse the path of a folder to write, which is made if it is not there. Nothing is made yet, but could be."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise ArgumentTypeError(f"expected a folder, found the file {text!r}")
-    return path
+    whole = path.absolute()
+    try:
+        with TemporaryDirectory(dir=next(there for there in (whole, *whole.parents) if there.exists())):
+            return path
+    except OSError as error:
+        raise ArgumentTypeError(f"expected a folder that can be written, found {text!r}: {error.strerror}") from error
 
 
 def figure(text: str) -> Path:

@@ -103,6 +103,8 @@ def test_threads_are_set(calls, monkeypatch):
         (["bench", "--plot", f"{'a' * 300}.png"], ": File name too long"),
         (["bench", "--threads", "99999"], f"expected at most {16 * os.cpu_count()} threads on {os.cpu_count()} cores"),
         (["inspect", "/nowhere", "--out", __file__], f"expected a folder, found the file '{__file__}'"),
+        (["inspect", "/nowhere", "--out", f"{__file__}/a"], f"found '{__file__}/a': Not a directory"),
+        (["inspect", "/nowhere", "--out", "/proc/a/b"], "expected a folder that can be written, found '/proc/a/b': No"),
         (["explain", "/nowhere", "--tokens", "0"], "expected a positive whole number, found 0"),
         (["inspect", "/nowhere", "--out", "folder", "--tokens", "-5"], "expected a positive whole number, found -5"),
         ([], "the following arguments are required: command"),

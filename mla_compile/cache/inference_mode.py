@@ -2,7 +2,7 @@
 made under it.
 
 In compiled code nothing is done: torch traces it without inference mode, and what Inductor generates writes to any
-tensor.
+tensor. `mode="lite"` generates less: it calls ops as they are, which refuse, with stock Inductor too.
 """
 
 from __future__ import annotations

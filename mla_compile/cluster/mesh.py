@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sympy import divisors
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -42,13 +44,8 @@ class Mesh:
 
 def meshes(devices: int) -> Iterator[Mesh]:
     """All meshes of `devices`: DCP divides TP, and experts are split over all devices of whole groups or not."""
-    for tp in _divisors(devices):
-        for pp in _divisors(devices // tp):
+    for tp in divisors(devices):
+        for pp in divisors(devices // tp):
             dp = devices // tp // pp
-            for ep in dict.fromkeys([1, *(tp * groups for groups in _divisors(dp))]):
-                yield from (Mesh(tp, dcp, dp, ep, pp) for dcp in _divisors(tp))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return small + [number // i for i in reversed(small) if i * i < number]
+            for ep in dict.fromkeys([1, *(tp * groups for groups in divisors(dp))]):
+                yield from (Mesh(tp, dcp, dp, ep, pp) for dcp in divisors(tp))
