@@ -32,6 +32,8 @@ from mla_compile.bench.memory import too_much
 CHECK_TOKENS = 128
 ALONE = "vllm"
 """The way in which vLLM uses its own attention for CPUs, without this package as its plugin."""
+REPLACED = "CPU_MLA"
+"""The backend that the plugin replaces. Of itself vLLM takes another one, its own, on CPUs with AMX."""
 REQUEST, ANSWER = "request.json", "answer.json"
 
 
@@ -65,7 +67,7 @@ def _results(
 ) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        (Path(folder) / REQUEST).write_text(json.dumps(_request(whole, batches, repeats)))
+        (Path(folder) / REQUEST).write_text(json.dumps(_request(whole, batches, way, repeats)))
         command, environment = [sys.executable, "-m", __name__, folder], os.environ | _settings(whole, batches, way)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -88,7 +90,7 @@ def _why(ended: subprocess.CompletedProcess[str]) -> str:
     return lines[-1] if lines else f"exit status {ended.returncode}"
 
 
-def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[str, Any]:
+def _request(whole: WholeModel, batches: Sequence[Batch], way: Way, repeats: int) -> dict[str, Any]:
     """The request to the process: the prompt of the check, and a different prompt for each sequence."""
     runs: list[dict[str, Any]] = [{"prompts": prompt(whole, CHECK_TOKENS).tolist(), "tokens": 1, "logprobs": True}]
     for batch in batches:
@@ -99,6 +101,7 @@ def _request(whole: WholeModel, batches: Sequence[Batch], repeats: int) -> dict[
         "dtype": whole.layer.dtype,
         "max_model_len": 1 + max(len(run["prompts"][0]) + run["tokens"] for run in runs),
         "max_num_seqs": max(batch.size for batch in batches),
+        "attention_backend": None if way.compiler == ALONE else REPLACED,
         "runs": runs,
     }
 
