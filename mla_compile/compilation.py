@@ -172,7 +172,7 @@ class Compilation:
         return Compiled(self._unchanged(), Report(outcomes, f"stock Inductor, {note}", dict(seconds or {})))
 
     def _copy(self) -> fx.GraphModule:
-        """A copy of the graph for the passes, with nested regions and checkpoints inlined and the user's own passes applied.
+        """A copy of the graph for the passes, with regions and checkpoints inlined and the user's own passes applied.
 
         The user's passes look for attention as it is written, so they run before it is sealed.
         """

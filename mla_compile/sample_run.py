@@ -50,8 +50,8 @@ class SampleRun:
                 with torch.no_grad():
                     self.model(self.prefill)
             except Exception as error:
-                found = f"{type(error).__name__}: {_shortened(error)}"
-                raise ConfigError(f"expected a model that reads {self.prefill.shape[1]} tokens, found: {found}") from error
+                tokens, found = self.prefill.shape[1], f"{type(error).__name__}: {_shortened(error)}"
+                raise ConfigError(f"expected a model that reads {tokens} tokens, found: {found}") from error
             raise
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.dynamo.regions import is_checkpoint
 from mla_compile.verify import Check, no_random_numbers_used
 
+
 def check_of_parts(
     module: fx.GraphModule, given: Sequence[str], own: Check | None, of_checkpoints: Mapping[str, Sequence[Check]]
 ) -> Check:

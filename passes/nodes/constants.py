@@ -53,8 +53,9 @@ def constant_of(value: Any) -> float | None:
                 return _computed(value)
     if isinstance(value, fx.Node) and value.op == "get_attr":
         tensor = getattr(value.graph.owning_module, str(value.target), None)
-        known = isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor)
-        if known and tensor.numel() == 1 and not tensor.is_complex():
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_complex():
+            return None
+        if tensor.numel() == 1:
             with unset_fake_temporarily():  # the compiler's fake mode, in which no tensor has a value
                 return float(tensor.item())
     return None
@@ -62,6 +63,7 @@ def constant_of(value: Any) -> float | None:
 
 def _computed(node: fx.Node) -> float | None:
     """What a function makes of constants, in the dtypes of the graph; None if its operands are not all known."""
+    function: Any = node.target
     operands, numbers = arguments(node), [constant_of(operand) for operand in arguments(node)]
     if node.kwargs or any(number is None for number in numbers):
         return None
@@ -70,7 +72,7 @@ def _computed(node: fx.Node) -> float | None:
             torch.tensor(number, dtype=operand.meta["val"].dtype) if is_tensor(operand) else operand
             for operand, number in zip(operands, numbers, strict=True)
         ]
-        return float(node.target(*known).item())
+        return float(function(*known).to(node.meta["val"].dtype).item())
 
 
 def _rounded(number: float | None, node: fx.Node) -> float | None:

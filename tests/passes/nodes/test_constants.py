@@ -40,6 +40,16 @@ def test_a_constant_is_what_its_dtype_holds(function: Callable[[Tensor], Tensor]
     assert made(function) == value
 
 
-@pytest.mark.parametrize("function", [lambda x: x, lambda x: x[0], lambda x: x.exp(), lambda x: x[0] * torch.tensor(2.0), lambda x: torch.arange(3), lambda x: x.sum().half()])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x,
+        lambda x: x[0],
+        lambda x: x.exp(),
+        lambda x: x[0] * torch.tensor(2.0),
+        lambda x: torch.arange(3),
+        lambda x: x.sum().half(),
+    ],
+)
 def test_what_depends_on_an_input_or_has_several_values_is_none(function: Callable[[Tensor], Tensor]) -> None:
     assert made(function) is None
