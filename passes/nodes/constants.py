@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ _FUNCTIONS = {
 
 
 def number_in(operand: Any) -> float | None:
-    """The number that an operand is, if it is one: a Python number, or a constant tensor without dimensions."""
-    return None if is_tensor(operand) and operand.meta["val"].dim() else constant_of(operand)
+    """The finite number that an operand is, if it is one: a Python number, or a constant tensor without dimensions."""
+    number = None if is_tensor(operand) and operand.meta["val"].dim() else constant_of(operand)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def constant_of(value: Any) -> float | None:
