@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,7 @@ class PagedLatentCache(Base):
         """
         if tokens_to_remove > 0:
             raise CacheMismatchError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
-        removed = -int(tokens_to_remove)
+        removed = -operator.index(tokens_to_remove)
         if self._table is not None:
             self._table.check_length(self._table.length - removed)
         for layer in self._kept():
@@ -257,7 +258,7 @@ class PagedLatentCache(Base):
             self._steps.crop(removed)
             self._own()
 
-    def fork(self, rows: Tensor | None = None) -> PagedLatentCache:
+    def fork(self, rows: Tensor | Sequence[int] | None = None) -> PagedLatentCache:
         """A second cache that continues sequences `rows` (default: all) and shares pages that neither will write.
 
         Its last page is copied if it is not full: left for later, that would break the graph of a compiled step.
@@ -267,7 +268,7 @@ class PagedLatentCache(Base):
         if batch is None:
             return other
         every = torch.arange(batch)
-        chosen = every if rows is None else every[rows.cpu()]
+        chosen = every if rows is None else every[torch.as_tensor(rows).cpu()]
         other.batch = self.batch and len(chosen)
         if self._table is not None:
             other._table = self._table.fork(None if rows is None else chosen)

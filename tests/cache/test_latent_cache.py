@@ -43,7 +43,9 @@ def test_crop_fork_select_and_reset():
     cache = PagedLatentCache(PagePool(1, 4, 2, pages=32, page_size=4))
     latent, rope = tokens(6)
     cache.update(latent, rope, 0)
-    other = cache.fork(torch.tensor([1]))
+    other = cache.fork([1])
+    with pytest.raises(TypeError, match="integer"):
+        cache.crop(-1.5)
     cache.crop(-1)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([2, 2, 1, 0]))
