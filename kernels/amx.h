@@ -1,4 +1,5 @@
-// AMX's tiles: eight of them hold 16 rows of 64 bytes each. Products are of bfloat16, their sums float32.
+// AMX's tiles: eight of them hold 16 rows of 64 bytes each. Products of bfloat16 are summed in float32, those of bytes in
+// int32.
 //
 // The compiler is told nothing of tiles. Whether there are any is found when the kernel runs.
 
@@ -12,7 +13,8 @@
 namespace amx {
 
 constexpr int64_t ROWS = 16, COLUMNS = 16;  // of sums in a tile
-constexpr int64_t TERMS = 32;               // numbers in a row of a tile of factors
+template <typename Number>
+constexpr int64_t TERMS = 64 / sizeof(Number);  // numbers in a row of a tile of factors, bf16 or i8
 
 // Whether ONEDNN_MAX_CPU_ISA, which keeps oneDNN from some instructions, names a set of them without tiles.
 inline bool unwanted() {
@@ -63,10 +65,14 @@ inline void clear() {
   __asm__ volatile("tilezero\t%%tmm%c0" ::"n"(TILE));
 }
 
-// Tile SUMS += tile A [16, 32] times tile B [32, 16], of which each row holds 16 pairs of neighbouring rows' numbers.
-template <int SUMS, int A, int B>
+// Tile SUMS += tile A [16, TERMS] times tile B [TERMS, 16], of which each row holds, for 16 columns, the neighbouring rows'
+// numbers that fill four bytes: pairs of bf16, fours of i8.
+template <typename Number, int SUMS, int A, int B>
 inline void multiply() {
-  __asm__ volatile("tdpbf16ps\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUMS), "n"(A), "n"(B));
+  if constexpr (std::is_same_v<Number, bf16>)
+    __asm__ volatile("tdpbf16ps\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUMS), "n"(A), "n"(B));
+  else
+    __asm__ volatile("tdpbssd\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUMS), "n"(A), "n"(B));
 }
 
 }  // namespace amx

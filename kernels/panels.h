@@ -191,17 +191,17 @@ inline bool on_tiles() {
 #if defined(AMX)
 static_assert(amx::ROWS % (ROWS_OF_A_TILE / 3) == 0);
 
-inline int64_t whole_terms(int64_t width) { return width / amx::TERMS * amx::TERMS; }
+inline int64_t whole_terms(int64_t width) { return width / amx::TERMS<Key> * amx::TERMS<Key>; }
 
 // M tiles of rows. Columns that fill no tile are added in pairs.
 template <int M, typename Parts>
 inline void multiply_tiles(const Parts& parts, int64_t first, const Sums& to) {
-  amx::Sums<M, PANEL / amx::COLUMNS> tiles;
+  amx::Sums<Key, M, PANEL / amx::COLUMNS> tiles;
   if (to.adds) tiles.load_from(to.at(first), to.stride);
   bool all = true;
   for (const Factors& part : parts) {
     const int64_t width = whole_terms(part.width);
-    amx::Rows rows[M];
+    amx::Rows<Key> rows[M];
     for (int m = 0; m < M; ++m)
       rows[m] = {part.data + (first + m * amx::ROWS) * part.stride, int64_t{sizeof(Key)} * part.stride};
     tiles.add(rows, 0, width, {part.panel, int64_t{sizeof(Lane)} * PANEL}, [] {});

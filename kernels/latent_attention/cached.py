@@ -12,7 +12,8 @@ from torch import Tensor
 from ..native import AMX, ATTEND, NUMBER, PAIRS, TILE_SUMS, VECTOR, Kernels
 
 _HERE = Path(__file__).parent
-_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", "tiles.h", "native.cpp"))
+_OF_TILES = "tile_operands.h", "tiles.h", "byte_tiles.h"
+_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", *_OF_TILES, "native.cpp"))
 MOST_ROWS = 256
 """Queries times heads up to which this kernel is faster than matrix products."""
 

@@ -36,6 +36,7 @@ struct Interleaved {
 
 struct Dots {
   typedef bf16 Key;
+  typedef Block<Key> Keys;
   static constexpr int64_t PANEL = 16;
   static constexpr int64_t KEYS = 16;   // per tile of scores: 16 of 32 registers accumulate
   static constexpr int64_t BLOCK = 64;  // 64 keys of 576 numbers are 72 KiB
@@ -65,7 +66,7 @@ struct Dots {
 
   // Also prefetches the keys `ahead`, of any type, into the second-level cache.
   template <typename Latent, typename Rope>
-  void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
+  void score(const Keys& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
       const pair_t* panel = packed() + row * pairs;
       for (int64_t first = 0; first < keys.count; first += KEYS) {
@@ -96,7 +97,7 @@ struct Dots {
     }
   }
 
-  void add(const Block<bf16>& keys, const float* weights, const float* decay, float* o) {
+  void add(const Keys& keys, const float* weights, const float* decay, float* o) {
     const Scales& scales = keys.scales;
     const int64_t width = scales.of_keys && scales.groups > 1 ? s.rank / scales.groups : o_stride(s);
     if (!scales.of_keys) pair_weights(weights, keys.count, padded_rows, weights_packed());
@@ -151,7 +152,7 @@ struct Dots {
   }
 
   template <int64_t R>
-  void value_tile(const Block<bf16>& keys, int64_t row, int64_t column, const float* decay, float* o) const {
+  void value_tile(const Keys& keys, int64_t row, int64_t column, const float* decay, float* o) const {
     __m512 low[R], high[R];
     for (int64_t r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_ps();
     const __mmask32 columns = Interleaved::mask(s.rank - column);

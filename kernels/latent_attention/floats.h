@@ -4,6 +4,7 @@ namespace {
 
 struct Floats {
   typedef float Key;
+  typedef Block<Key> Keys;
 #if defined(__AVX512F__)
   static constexpr int64_t KEYS = 16;  // per tile of scores: 16 of 32 registers accumulate
 #elif defined(__AVX__)
@@ -42,7 +43,7 @@ struct Floats {
 
   // scores [BLOCK, padded rows]; prefetches the keys `ahead` if they are floats
   template <typename Latent, typename Rope>
-  void score(const Block<float>& keys, const Block<Latent, Rope>* ahead, float* scores) const {
+  void score(const Keys& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
       const Block<float>* to_load = nullptr;
       if constexpr (std::is_same_v<Latent, float> && std::is_same_v<Rope, float>) to_load = row == 0 ? ahead : nullptr;
@@ -53,7 +54,7 @@ struct Floats {
   }
 
   // o [rows, L] = o * decay + weights [BLOCK, padded rows] latents
-  void add(const Block<float>& keys, const float* weights, const float* decay, float* o) const {
+  void add(const Keys& keys, const float* weights, const float* decay, float* o) const {
     const Values values{o, s.rank, s.rows, s.rank, decay, weights, padded_rows};
     values.add(Scattered{keys.latent}, keys.count);
   }

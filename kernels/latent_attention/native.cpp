@@ -1,5 +1,5 @@
-// Absorbed MLA for a few rows over cached keys: flash-decoding (Dao et al., 2023) on CPU cores. Sums and softmax are
-// float32; products are those of the template parameter `Products` (Floats, Dots or Tiles).
+// Absorbed MLA for a few rows over cached keys: flash-decoding (Dao et al., 2023) on CPU cores. Products are those of
+// the template parameter `Products` (Floats, Dots, Tiles or ByteTiles); output and softmax are float32 until the end.
 //
 //     q_latent [sequences, rows, L], q_rope [sequences, rows, R]  contiguous; row = query * heads + head
 //     latent, k_rope   keys that `Cache` locates, with a last stride of 1
@@ -55,15 +55,16 @@ struct Partial {
 template <typename Products>
 class Loader {
   typedef typename Products::Key Key;
+  typedef typename Products::Keys Keys;
 
  public:
-  static constexpr bool CONVERTS = !std::is_same_v<Latent, Key> || !std::is_same_v<Rope, Key>;
+  static constexpr bool CONVERTS = !std::is_same_v<Raw, Keys>;
 
   Loader(const Sizes& sizes, int64_t block)
       : s(sizes), room(block), converted(CONVERTS ? block * sizes.width() * sizeof(Key) / sizeof(float) + 1 : 1) {}
 
   // The block to multiply with; `ahead` is set to the next block as it lies in memory, or null.
-  const Block<Key>& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Raw** ahead) {
+  const Keys& load(const Problem& p, int64_t sequence, int64_t first, bool has_next, const Raw** ahead) {
     if (!located) locate(p, sequence, first, current);
     const int found = current;
     located = has_next;
@@ -74,18 +75,21 @@ class Loader {
       convert_all(p.cache, raw[found], scales[found]);
       return block;
     } else {
+      if (p.cache.scales) raw[found].scales = {scales[found], p.cache.groups, p.cache.scales_group, SCALED_ROPE};
       return raw[found];
     }
   }
 
  private:
+  static constexpr bool SCALED_ROPE = sizeof(Rope) == 1;
+
   void locate(const Problem& p, int64_t sequence, int64_t first, int which) {
     p.cache.locate(sequence, first, std::min(room, p.length(sequence) - first), room, raw[which], scales[which]);
   }
 
   void convert_all(const Cache<Latent, Rope>& cache, const Raw& keys, const float* const* of_keys) {
     const int64_t group = s.rank / cache.groups;
-    constexpr bool IN_BYTES = sizeof(Latent) == 1 && IN_ONE<Latent> == 1, SCALED_ROPE = sizeof(Rope) == 1;
+    constexpr bool IN_BYTES = sizeof(Latent) == 1 && IN_ONE<Latent> == 1;
     block.count = keys.count;
     block.latent_stride = block.rope_stride = s.width();
     const bool apart = IN_BYTES && cache.scales && Products::takes_scales(cache.groups, group);
@@ -118,7 +122,7 @@ class Loader {
   const float* scales[2][Raw::MOST];
   bool located = false;
   int current = 0;
-  Block<Key> block;
+  Keys block;
   Buffer converted;
 };
 
@@ -251,6 +255,9 @@ void run_best(const Problem& p, int64_t threads) {
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Number, bf16>) {
 #if defined(AMX)
+    if constexpr (std::is_same_v<Latent, i8>)
+      if (amx::allowed() && p.sizes.rows <= ByteTiles<Rope>::MOST_ROWS && p.cache.scales && p.cache.groups == 1)
+        return run<ByteTiles<Rope>>(p, threads);
     if (amx::allowed()) return run<Tiles>(p, threads);
 #endif
     return run<Dots>(p, threads);

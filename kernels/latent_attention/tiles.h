@@ -7,8 +7,6 @@
 //                    even columns, and times (0, weight) the odd ones. That is twice as many products.
 //     interleaved    pairs of keys are interleaved in memory, GROUP columns at a time, which takes longer than the
 //                    products of a few rows.
-//
-// Tiles are whole, with zeros for missing keys, rows and numbers: NaN times 0 is NaN.
 
 #if defined(AMX)
 
@@ -17,6 +15,7 @@ namespace {
 class Tiles {
  public:
   typedef bf16 Key;
+  typedef Block<Key> Keys;
   static constexpr int64_t PANEL = amx::COLUMNS;
   static constexpr int64_t BLOCK = 128;  // 128 keys of 576 numbers are 144 KiB
 
@@ -28,11 +27,10 @@ class Tiles {
   explicit Tiles(const Sizes& sizes)
       : s(sizes),
         padded_rows(round_up(sizes.rows, PANEL)),
-        rank(round_up(sizes.rank, TERMS)),
-        rope(round_up(sizes.rope, TERMS)),
+        latents(sizes.rank),
+        ropes(sizes.rope),
         interleaves(padded_rows > FEW_ROWS),
-        query(padded_rows * (rank + rope) / 2),
-        copies(BLOCK * (rank + rope) / 2),
+        query(padded_rows * (latents.padded + ropes.padded) / 2),
         parts(BLOCK * padded_rows),
         values(interleaves ? 2 * BLOCK / 2 * GROUP : 0),
         rounded(BLOCK * padded_rows),
@@ -40,21 +38,22 @@ class Tiles {
 
   // Packs the query of a sequence, [(L + R) / 2, padded rows] pairs.
   void begin(const bf16* q_latent, const bf16* q_rope) {
-    std::memset(query.data(), 0, padded_rows * (rank + rope) * sizeof(bf16));
-    pack(q_latent, s.rank, pairs(query));
-    pack(q_rope, s.rope, pairs(query) + rank / 2 * padded_rows);
+    std::memset(query.data(), 0, padded_rows * (latents.padded + ropes.padded) * sizeof(bf16));
+    pack(q_latent, s.rows, s.rank, pairs(query), padded_rows);
+    pack(q_rope, s.rows, s.rope, pairs(query) + latents.padded / 2 * padded_rows, padded_rows);
   }
 
   // This and `add` prefetch the keys `ahead`.
   template <typename Latent, typename Rope>
-  void score(const Block<bf16>& keys, const Block<Latent, Rope>* ahead, float* scores) {
+  void score(const Keys& keys, const Block<Latent, Rope>* ahead, float* scores) {
     next.set(ahead, s);
-    place(keys);
+    latents.place(keys.latent, keys.latent_stride, keys.count);
+    ropes.place(keys.rope, keys.rope_stride, keys.count);
     score_rows(keys.scales, keys.count, scores);
     for (int64_t i = 0; i < keys.count * padded_rows; i += WIDTH) store(scores + i, load(scores + i) * s.scale);
   }
 
-  void add(const Block<bf16>& keys, const float* some_weights, const float* decay, float* o) {
+  void add(const Keys& keys, const float* some_weights, const float* decay, float* o) {
     const int64_t columns = o_stride(s);
     for (int64_t row = 0; row < s.rows; ++row)
       if (decay[row] != 1.0f)
@@ -92,65 +91,25 @@ class Tiles {
   }
 
  private:
-  static constexpr int64_t TERMS = amx::TERMS, GROUP = 2 * TERMS;
+  static constexpr int64_t TERMS = amx::TERMS<bf16>, GROUP = 2 * TERMS;
   static constexpr int64_t FEW_ROWS = 2 * amx::ROWS;  // up to which values are multiplied as they are
   static_assert(TERMS == Interleaved::COLUMNS && amx::ROWS == WIDTH && Block<bf16>::RUN == amx::ROWS);
 
-  static bf16* numbers(const Buffer& buffer) { return reinterpret_cast<bf16*>(buffer.data()); }
   static pair_t* pairs(const Buffer& buffer) { return reinterpret_cast<pair_t*>(buffer.data()); }
-
-  // Turns rows of numbers into pairs of columns, [width / 2, padded rows].
-  void pack(const bf16* from, int64_t width, pair_t* to) const {
-    for (int64_t row = 0; row < s.rows; row += WIDTH)
-      for (int64_t first = 0; first < width; first += TERMS) {
-        const __mmask32 given = Interleaved::mask(width - first);
-        vec lines[WIDTH];
-        load_columns(std::min(s.rows - row, WIDTH), lines, [&](int64_t r) {
-          return as<vec>(_mm512_maskz_loadu_epi16(given, from + (row + r) * width + first));
-        });
-        pair_t* line = to + first / 2 * padded_rows + row;
-        for (int64_t i = 0; i < (std::min(width - first, TERMS) + 1) / 2; ++i, line += padded_rows)
-          _mm512_storeu_si512(line, as<__m512i>(lines[i]));
-      }
-  }
-
-  // Finds the tiles of keys: where they are, or in `copies`, padded with zeros.
-  void place(const Block<bf16>& keys) {
-    const bool whole = keys.latent_stride && rank == s.rank && rope == s.rope;
-    constexpr int64_t BYTES = sizeof(bf16);
-    for (int64_t k = 0; k < keys.count; k += amx::ROWS) {
-      amx::Rows &latent = latents[k / amx::ROWS], &of_rope = ropes[k / amx::ROWS];
-      if (whole && k + amx::ROWS <= keys.count) {
-        latent = {keys.latent[k], BYTES * keys.latent_stride}, of_rope = {keys.rope[k], BYTES * keys.rope_stride};
-        continue;
-      }
-      bf16* to = numbers(copies) + k * (rank + rope);
-      latent = {to, BYTES * (rank + rope)}, of_rope = {to + rank, latent.stride};
-      for (int64_t i = k; i < k + amx::ROWS; ++i, to += rank + rope) {
-        copy_padded(i < keys.count ? keys.latent[i] : nullptr, s.rank, rank, to);
-        copy_padded(i < keys.count ? keys.rope[i] : nullptr, s.rope, rope, to + rank);
-      }
-    }
-  }
-
-  static void copy_padded(const bf16* from, int64_t size, int64_t padded, bf16* to) {
-    const int64_t given = from ? size : 0;
-    std::copy_n(from, given, to);
-    std::fill_n(to + given, padded - given, bf16{0});
-  }
 
   // Some columns of keys, and the pairs of the query that they are multiplied with.
   struct Factors {
-    const amx::Rows* keys;
+    const amx::Rows<bf16>* keys;
     int64_t column, width, first_pair;
   };
 
   void score_rows(const Scales& scales, int64_t count, float* scores) {
-    const Factors whole{latents, 0, rank, 0}, of_rope{ropes, 0, rope, rank / 2};
+    const int64_t rank = latents.padded;
+    const Factors whole{latents.from(0), 0, rank, 0}, of_rope{ropes.from(0), 0, ropes.padded, rank / 2};
     if (!scales.of_keys) return multiply(count, {whole, of_rope}, scores);
     const int64_t width = rank / scales.groups;
     for (int64_t g = 0; g < scales.groups; ++g) {
-      const Factors group{latents, g * width, width, g * width / 2};
+      const Factors group{latents.from(0), g * width, width, g * width / 2};
       multiply(count, {group, scales.rope ? of_rope : Factors{}}, parts.data());
       for (int64_t k = 0; k < count; ++k)
         for (int64_t i = k * padded_rows; i < (k + 1) * padded_rows; i += WIDTH) {
@@ -158,7 +117,7 @@ class Tiles {
           store(scores + i, g ? load(scores + i) + scaled : scaled);
         }
     }
-    if (scales.rope || !rope) return;
+    if (scales.rope || !s.rope) return;
     multiply(count, {of_rope}, parts.data());
     for (int64_t i = 0; i < count * padded_rows; i += WIDTH)
       store(scores + i, load(scores + i) + load(parts.data() + i));
@@ -181,7 +140,7 @@ class Tiles {
 
   template <int K, int N>
   void multiply_tiles(int64_t key, int64_t row, const std::initializer_list<Factors>& factors, float* scores) {
-    amx::Sums<K, N> sums;
+    amx::Sums<bf16, K, N> sums;
     for (const Factors& some : factors) {
       const pair_t* of_query = pairs(query) + some.first_pair * padded_rows + row;
       sums.add(some.keys + key / amx::ROWS, some.column, some.width, {of_query, stride_of(padded_rows)},
@@ -189,8 +148,6 @@ class Tiles {
     }
     sums.store_to(scores + key * padded_rows + row, padded_rows);
   }
-
-  static int64_t stride_of(int64_t pairs_in_a_row) { return int64_t{sizeof(pair_t)} * pairs_in_a_row; }
 
   // Packs the weights times the `scale` of their keys, with zeros for missing keys: (weight, 0) for each key and, behind
   // all of these, (0, weight), [2, padded rows, BLOCK]; or, where values are interleaved, pairs, [padded rows, BLOCK / 2].
@@ -228,9 +185,9 @@ class Tiles {
         amx::load<4>(of_even + k, stride_of(BLOCK));
         amx::load<5>(of_even + padded_rows * BLOCK + k, stride_of(BLOCK));
         amx::unrolled<0, N>([&](auto n) {
-          latents[k / amx::ROWS].template load<6 + n>(column + n * TERMS);
-          amx::multiply<2 * n, 4, 6 + n>();
-          amx::multiply<2 * n + 1, 5, 6 + n>();
+          latents.from(k)->template load<6 + n>(column + n * TERMS);
+          amx::multiply<bf16, 2 * n, 4, 6 + n>();
+          amx::multiply<bf16, 2 * n + 1, 5, 6 + n>();
         });
         next.send(1);
       }
@@ -250,16 +207,16 @@ class Tiles {
   template <int M, int N>
   void add_tiles(int64_t count, int64_t row, const pair_t* group, float* o) {
     float* to = o + row * o_stride(s);
-    amx::Sums<M, N> sums;
+    amx::Sums<bf16, M, N> sums;
     sums.load_from(to, o_stride(s));
-    amx::Rows of_rows[M];
+    amx::Rows<bf16> of_rows[M];
     for (int m = 0; m < M; ++m)
       of_rows[m] = {pairs(weights) + (row + m * amx::ROWS) * BLOCK / 2, stride_of(BLOCK / 2)};
     sums.add(of_rows, 0, round_up(count, TERMS), {group, stride_of(GROUP)}, [&] { next.send(1); });
     sums.store_to(to, o_stride(s));
   }
 
-  void interleave(const Block<bf16>& keys, int64_t column, int64_t columns, pair_t* to) const {
+  void interleave(const Keys& keys, int64_t column, int64_t columns, pair_t* to) const {
     int64_t k = 0;
     for (; k < keys.count; k += 2, to += GROUP)
       for (int64_t c = 0; c < columns; c += TERMS) {
@@ -274,10 +231,10 @@ class Tiles {
   Sizes s;
   amx::InUse units;
   Ahead<BLOCK> next;
-  int64_t padded_rows, rank, rope;
+  int64_t padded_rows;
+  KeyTiles<bf16, BLOCK> latents, ropes;
   bool interleaves;
-  amx::Rows latents[BLOCK / amx::ROWS], ropes[BLOCK / amx::ROWS];
-  Buffer query, copies, parts, values, rounded, weights;
+  Buffer query, parts, values, rounded, weights;
 };
 
 }  // namespace

@@ -211,6 +211,63 @@ def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
     assert_as_close_as(measure[1].float(), lse, exact[1])
 
 
+FEW = {
+    "whole tiles": ((1, 16, 64, 32), 64),
+    "two tiles of rows": ((2, 15, 128, 64), 64),
+    "odd widths": ((3, 7, 97, 35), 16),
+    "rows anywhere": ((1, 5, 64, 8), 3),
+    "no rope": ((1, 16, 192, 0), 32),
+}
+"""Sizes `Sq, N, L, R` and tokens per page: rows that AMX's tiles multiply with INT8 as it is."""
+
+
+@pytest.mark.parametrize("rope_too", [False, True], ids=["rope keys apart", "rope keys too"])
+@pytest.mark.parametrize(("sizes", "page_size"), FEW.values(), ids=FEW)
+@of([(name, BF16) for name in (AMX, TILES)])
+def test_few_rows_of_int8(monkeypatch, dtype, sizes, page_size, rope_too):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    x = make_paged([150, 0, 333, 128, 1], sizes, page_size, dtype)
+    arguments, scales = quantised(x, 1, rope_too and sizes[3] > 0, INT8)
+    o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
+    doubled = [t.double() if t.dtype == dtype else t for t in arguments]
+    exact = paged_latent_attention_reference(*doubled, True, x.scale, scales)
+    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@of([(name, BF16) for name in (AMX, TILES)])
+def test_small_numbers_beside_great_ones(dtype):
+    """A query's number is 1/300 of its greatest one, and so are the weights of all keys but one."""
+    tokens, rank = 128, 64
+    latent = torch.zeros(1, 1, tokens, rank, dtype=INT8)
+    latent[..., 0, 0], latent[..., 1:, 1] = 114, 127
+    q = torch.zeros(1, 1, 1, rank, dtype=dtype)
+    q[..., 0], q[..., 2] = 0.05, 15.0
+    table, lengths, scales = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([tokens]), torch.ones(1, 1, 1)
+    cache = latent[0], torch.zeros(1, tokens, 0, dtype=dtype), table, lengths.int()
+    o, lse = torch.ops.mla.paged_latent_attention(q, q[..., :0], *cache, False, 1.0, scales)
+    wide = q.double(), q[..., :0].double(), cache[0], cache[1].double(), *cache[2:]
+    exact = paged_latent_attention_reference(*wide, False, 1.0, scales)
+    assert exact[0][..., 1].item() > 30
+    rounding = 114 * 15 / 2**16  # of a score, by half a unit of the query
+    torch.testing.assert_close(o.double(), exact[0], rtol=rounding + 2.0**-8, atol=0)
+    torch.testing.assert_close(lse.double(), exact[1], rtol=0, atol=rounding)
+
+
+@of([(name, BF16) for name in (AMX, TILES)])
+def test_what_is_not_finite_stays_so(dtype):
+    x = make_paged([70, 200], (1, 4, 64, 32), 64, dtype)
+    arguments, scales = quantised(x, 1, False, INT8)
+    x.q_latent[0, 0, 1, 5], x.q_latent[0, 0, 2, 7] = torch.nan, torch.inf
+    scales[x.block_table[1, 1], 3] = torch.nan
+    o, lse = torch.ops.mla.paged_latent_attention(*arguments, False, x.scale, scales)
+    expected = torch.tensor([[False, True, True, False], [True] * 4])[:, None]
+    assert torch.equal(o.isnan().all(-1), expected)
+    assert torch.equal(o.isnan().any(-1), expected)
+    assert torch.equal(lse.isnan(), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 6])
 @of([(name, t) for name, t in ALL if t in HALF and name not in OF_BF16])
 def test_widened_products(monkeypatch, dtype, rows):
