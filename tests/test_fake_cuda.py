@@ -61,6 +61,7 @@ LAUNCHES = {
 ALWAYS = [Case("v3", "pages", 1, 1)]
 EXAMPLE = Case("examples/paged.py", "pages", 3, 1, layers=1)
 RECORDED = Case("v3", "static", 2, 1, layers=1, recorded=True)
+COMPLEX = Case("v2-lite", "static", 1, 1, layers=1)
 SAID = ("paged_latent_attention", "expanded_attention")
 """Ops for which a report names the kernel that would run."""
 WORKSPACE = 64 << 20
@@ -85,7 +86,8 @@ def lowered(cases: Sequence[Case], gpu: str = "h100") -> list[Lowered]:
 @pytest.fixture(scope="module")
 def always() -> dict[Case, Lowered]:
     """Each case with one layer and with two, in one process: importing torch takes most of the time of a process."""
-    cases = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)] + [EXAMPLE, RECORDED]
+    both = [dataclasses.replace(case, layers=layers) for case in ALWAYS for layers in (1, 2)]
+    cases = [*both, EXAMPLE, RECORDED, COMPLEX]
     return dict(zip(cases, lowered(cases), strict=True))
 
 
@@ -156,6 +158,13 @@ def test_cuda_graphs_have_the_warp_groups(always: dict[Case, Lowered]) -> None:
     assert len(found.launches) - len(of_op) <= 18  # as many as beside launches by Inductor; torch 2.11 has 2 more
     (line,) = always[dataclasses.replace(ALWAYS[0], layers=1)].kernels
     assert "Gluon is launched from Python, which pays in a CUDA graph" in line
+
+
+def test_a_rope_with_complex_factors_is_one_with_what_is_around_it(always: dict[Case, Lowered]) -> None:
+    launches = always[COMPLEX].launches
+    assert not [name for name in launches if name.startswith("aten.")]
+    attention = launches.index("attend_latents_0")
+    assert len(launches[:attention]) <= 6, launches  # a norm, two products, a norm, the ropes and writes, W_UK
 
 
 def test_the_example_with_pages(always: dict[Case, Lowered]) -> None:

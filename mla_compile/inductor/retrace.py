@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..dynamo.seal import unseal
 from ..ops import SEALED
+from .complex_parts import call_in_parts, has_complex, in_parts, wholes
 from .int8_products import products_with_int8
 from .same_numbers import merge_same_numbers
 from .sizes_from_data import bmm_of_sizes_from_data
@@ -76,9 +77,23 @@ class _WithTheirOrigins(fx.Interpreter):
 
     now: fx.Node | None = None
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._complex = has_complex(module.graph)
+
     def run_node(self, n: fx.Node) -> Any:
         self.now = n
         return super().run_node(n)
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return in_parts(super().placeholder(target, args, kwargs))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = super().call_function
+        return call_in_parts(call, target, args, kwargs) if self._complex else call(target, args, kwargs)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().output(target, wholes(args), kwargs)
 
     @contextlib.contextmanager
     def _set_current_node(self, node: fx.Node) -> Iterator[None]:

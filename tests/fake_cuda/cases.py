@@ -22,9 +22,18 @@ CONTEXT, ROOM, PAGE_SIZE = 4096, 8192, 64
 DTYPE = torch.bfloat16
 
 SIZES: dict[str, Any] = {
-    "v2-lite": {"hidden_size": 2048, "num_attention_heads": 16, "q_lora_rank": None, "intermediate_size": 10944},
+    "v2-lite": {
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "intermediate_size": 10944,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
     "v3": {"hidden_size": 7168, "num_attention_heads": 128, "q_lora_rank": 1536, "intermediate_size": 18432},
 }
+CONFIGS = {"v2-lite": transformers.DeepseekV2Config, "v3": transformers.DeepseekV3Config}
+"""DeepSeek-V2's rope has complex factors."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def model_of(case: Case) -> nn.Module:
     """The model with fake parameters."""
     sizes = SIZES[case.model] | {"num_hidden_layers": case.layers, "first_k_dense_replace": case.layers}
     heads = {"num_key_value_heads": sizes["num_attention_heads"], "kv_lora_rank": L, "qk_rope_head_dim": R}
-    config = transformers.DeepseekV3Config(**sizes, **heads, vocab_size=1024, dtype=DTYPE)
+    config = CONFIGS[case.model](**sizes, **heads, vocab_size=1024, dtype=DTYPE)
     with unset_fake_temporarily(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     for module in model.modules():
