@@ -14,6 +14,7 @@ from ..int8 import INT8
 from . import dispatcher
 from .backward import native as backward
 from .expanded_attention import native as expanded_attention
+from .index_scores import native as index_scores
 from .latent_attention import cached
 from .native import TYPES, dtype_of_keys
 from .per_head_matmul import native as per_head_matmul
@@ -49,6 +50,12 @@ def make_ready(dtypes: Iterable[torch.dtype]) -> None:
         of_chunks = expanded_attention.KERNELS.of(dtype)
         if of_chunks is not None:
             dispatcher.provide("expanded_attention", (dtype, dtype_of_keys(of_chunks, dtype)), of_chunks)
+
+
+def begin_indexers(dtypes: Iterable[torch.dtype]) -> None:
+    """Start compiling in the background what the first call of a graph with an indexer waits for."""
+    for dtype in of_numbers(dtypes):
+        index_scores.KERNELS.begin(dtype)
 
 
 def begin_training(dtypes: Iterable[torch.dtype]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .dispatcher import takes
 from .expanded_attention.decomposition import expanded_attention_decomposition
+from .index_scores.reference import index_scores_reference
 from .latent_attention.reference import latent_attention_reference
 from .merge_states.reference import merge_states_reference
 from .paged_expanded_attention.decomposition import paged_expanded_attention_decomposition
@@ -42,6 +43,7 @@ def decompositions(kernels: bool = False) -> dict[Any, Callable[..., Any]]:
         mla.per_head_matmul.default: per_head_matmul_decomposition,
         mla.widened_matmul.default: widened_matmul_reference,
         mla.grow_cache.default: grow_cache_decomposition,
+        mla.index_scores.default: index_scores_decomposition,
     }
     return {op: _unless_taken(op, decomposition) for op, decomposition in table.items()} if kernels else table
 
@@ -54,6 +56,11 @@ def per_head_matmul_decomposition(x: Tensor, weight: Tensor) -> Tensor:
 def grow_cache_decomposition(past: Tensor, new: Tensor, dim: int) -> Tensor:
     """`mla::grow_cache` in new memory."""
     return torch.cat([past, new], dim).contiguous()
+
+
+def index_scores_decomposition(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """`mla::index_scores`, with the products of all heads."""
+    return index_scores_reference(q, k, weights).contiguous()
 
 
 def _unless_taken(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from .inductor.own_passes import has_pre_grad
 from .inductor.retrace import decompositions_of_others, retrace
 from .options import Options
 from .parallel.replicated import with_replicated_heads
+from .passes.graph.index_scores import sum_index_scores
 from .passes.outcome import Outcome
 from .rewriting import failures_told, raise_strict, rewrite_graph
 from .saved import registering, saved_with_kernels
@@ -112,6 +113,12 @@ class Attempt:
         if self.options.strict:
             raise_strict(self.outcomes, "")
         cpp_kernels.begin(self._dtypes())
+        # Rounded otherwise, scores may name another of two keys that are almost equal, which a check would not forgive.
+        if rewriting.original is None:
+            with failures_told():
+                indexes = sum_index_scores(module.graph)
+            if indexes:
+                cpp_kernels.begin_indexers(self._dtypes())
         retraced = self._timed("retrace", retrace, module)
         if not inductor_config.freezing:  # freezing runs these passes itself
             retraced = self._timed("joint_passes", _recursive_joint_graph_passes, retraced)

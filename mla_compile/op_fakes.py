@@ -65,6 +65,10 @@ def _grow_cache_fake(past: Tensor, new: Tensor, dim: int) -> Tensor:
     return past.new_empty(sizes)
 
 
+def _index_scores_fake(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    return weights.new_empty((q.shape[0], q.shape[1], k.shape[1]))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "latent_attention": _latent_attention_fake,
     "paged_latent_attention": _latent_attention_fake,
@@ -76,4 +80,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "per_head_matmul": _per_head_matmul_fake,
     "widened_matmul": _widened_matmul_fake,
     "grow_cache": _grow_cache_fake,
+    "index_scores": _index_scores_fake,
 }

@@ -36,6 +36,7 @@ __all__ = [
     "expanded_attention",
     "expanded_attention_backward",
     "grow_cache",
+    "index_scores",
     "latent_attention",
     "latent_attention_backward",
     "merge_states",
@@ -108,6 +109,7 @@ _define(
 _define("per_head_matmul(Tensor x, Tensor weight) -> Tensor")
 _define("widened_matmul(Tensor x, Tensor weight, Tensor? ends=None) -> Tensor")
 _define("grow_cache(Tensor past, Tensor new, int dim) -> Tensor")
+_define("index_scores(Tensor q, Tensor k, Tensor weights) -> Tensor")
 
 sealed_attention = torch.ops.mla.sealed_attention
 """`torch.nn.functional.scaled_dot_product_attention`, opaque to decomposition.
@@ -168,7 +170,7 @@ Raises: KernelError (a ValueError) naming the expected and the found shape, dtyp
 """
 
 sparse_latent_attention = torch.ops.mla.sparse_latent_attention
-"""`latent_attention` in which each query names its keys (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+"""`latent_attention` in which each query names its keys (DeepSeek-V3.2, arXiv 2512.02556).
 
     j(e) = indices[b, i, e]
     score[b, i, n, e] = scale * (q_latent[b, i, n] . latent[b, j(e)] + q_rope[b, i, n] . k_rope[b, j(e)])
@@ -301,6 +303,19 @@ results of this op take.
 Args: past and new of one rank, dtype and device, whose sizes differ in dimension dim alone.
 Returns: their concatenation, contiguous.
 Raises: KernelError (a ValueError) naming the expected and the found shape, dtype or dimension.
+"""
+
+
+index_scores = torch.ops.mla.index_scores
+"""The scores by which an indexer chooses keys, summed over its heads (DeepSeek-V3.2, arXiv 2512.02556).
+
+    out[b, i, j] = sum_h weights[b, i, h] max(q[b, i, h] . k[b, j], 0)
+
+The products of single heads are never in memory for more than some queries at a time. NaN stays NaN.
+
+Args: q `[B, Sq, H, D]` and k `[B, T, D]`, of one floating dtype; weights `[B, Sq, H]`, float32, or float64 as q.
+Returns: `[B, Sq, T]`, contiguous, of weights' dtype, in which everything is summed.
+Raises: KernelError (a ValueError) naming the expected and the found shape or dtype.
 """
 
 

@@ -18,6 +18,8 @@ def takes(op: str, arguments: Mapping[str, Any]) -> bool:
     Under a mask only attention over latents, of one sequence each or in pages.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if op == "index_scores":  # C++ that only Python calls
+        return False
     known = tensors[0].dtype in TYPES and tensors[0].dtype not in HELD
     indices, latent = arguments.get("indices"), arguments.get("latent")
     named = indices is None or (

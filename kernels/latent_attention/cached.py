@@ -13,12 +13,16 @@ from ..native import AMX, ATTEND, NUMBER, PAIRS, TILE_SUMS, VECTOR, Kernels
 
 _HERE = Path(__file__).parent
 _OF_TILES = "tile_operands.h", "tiles.h", "byte_tiles.h"
-_OWN = (_HERE / name for name in ("call.h", "keys.h", "floats.h", "dots.h", *_OF_TILES, "native.cpp"))
+OF_PRODUCTS = (
+    *(VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS),
+    *(_HERE / name for name in ("keys.h", "floats.h", "dots.h", *_OF_TILES)),
+)
+"""Headers of products of blocks of keys."""
 MOST_ROWS = 256
 """Queries times heads up to which this kernel is faster than matrix products."""
 
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, *_OWN),
+    (*OF_PRODUCTS, _HERE / "call.h", _HERE / "native.cpp"),
     ("const void*",) * 4 + ("void*",) * 2 + ("uintptr_t",) * 5 + ("int64_t",) * 24 + ("float", "int64_t"),
     ("NUMBER", "LATENT", "ROPE"),
 )

@@ -204,11 +204,7 @@ def _laid_out_alike(node: fx.Node, value: Tensor) -> bool:
     if all(a is b or (None not in (a, b) and statically_known_true(a == b)) for a, b in pairs):
         return True
     for user in node.users:
-        if (
-            user.op != "call_method"
-            or user.target not in _REARRANGE
-            or any(isinstance(a, fx.Node) for a in user.args[1:])
-        ):
+        if user.op != "call_method" or user.target not in _REARRANGE or user.all_input_nodes != [node]:
             return False
         if not _laid_out_alike(user, getattr(value, str(user.target))(*user.args[1:], **user.kwargs)):
             return False

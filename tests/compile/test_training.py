@@ -55,6 +55,22 @@ def test_a_softmax_by_hand():
     assert_trained(ByHand(), hidden(), rewritten=1)
 
 
+class GivenATuple(Layer):
+    """The sizes to which the attention's result is reshaped are one argument, in which some are symbols."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = super().attend(q, k, v).permute(0, 2, 1, 3)
+        return o.reshape((o.shape[0], o.shape[1], N * V)).unflatten(2, (N, V)).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_sizes_in_a_tuple():
+    module, x = GivenATuple(), hidden()
+    torch._dynamo.reset()
+    assert_gradients_of(torch.compile(module, backend="mla", dynamic=True, options={"mla.strict": True}), module, [x])
+    assert [site.path for site in mla_compile.last_report().sites] == ["chunked"]
+
+
 class Shifted(ByHand):
     """The detached maximum of a row is subtracted from its scores, so that the exponential does not overflow."""
 

@@ -1,6 +1,7 @@
 """Unmodified DeepSeek-V3.2 and GLM-5: their indexers' masks become indices, and logits stay as right as eager's."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import mla_compile
 from mla_compile import compilation
 from mla_compile.cost import Device
+from mla_compile.kernels.index_scores import native
 from tests.errors import assert_as_close_as_eager
 
 pytest.importorskip("transformers")
@@ -88,3 +90,18 @@ def test_where_every_key_is_named_the_path_is_dense():
     model.compile(backend="mla")
     torch.testing.assert_close(model(ids).logits, expected)
     assert all(site.path in ("absorbed", "chunked") for site in mla_compile.last_report().sites)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize(("verify", "layers"), [(False, 2), (True, 0)])
+@torch.no_grad()
+def test_an_indexers_scores_are_one_op(monkeypatch, verify, layers):
+    """But where a check compares them with those of single heads, as written."""
+    model, ids = build("deepseek_v32", "sdpa"), torch.randint(0, SIZES["vocab_size"], (2, TOKENS))
+    compiled = torch.compile(model, backend="mla", options={"mla.verify": verify})
+    compiled(ids)
+    kernels = mock.Mock(wraps=native.KERNELS)
+    monkeypatch.setattr(native, "KERNELS", kernels)
+    found = compiled(ids)
+    assert kernels.of.call_count == layers
+    torch.testing.assert_close(found.logits, model(ids).logits)

@@ -3,6 +3,7 @@
 from mla_compile.kernels.append_latents.arguments import AppendLatents
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttention, ExpandedAttentionBackward
 from mla_compile.kernels.grow_cache.arguments import GrowCache
+from mla_compile.kernels.index_scores.arguments import IndexScores
 from mla_compile.kernels.latent_attention.arguments import LatentAttention, LatentAttentionBackward
 from mla_compile.kernels.merge_states.arguments import MergeStates
 from mla_compile.kernels.paged_expanded_attention.arguments import PagedExpandedAttention
@@ -16,6 +17,7 @@ BUNDLES = {
     "expanded_attention": ExpandedAttention,
     "expanded_attention_backward": ExpandedAttentionBackward,
     "grow_cache": GrowCache,
+    "index_scores": IndexScores,
     "latent_attention": LatentAttention,
     "latent_attention_backward": LatentAttentionBackward,
     "merge_states": MergeStates,

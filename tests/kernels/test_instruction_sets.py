@@ -16,6 +16,8 @@ from mla_compile.kernels.backward import native as backward_native
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.expanded_attention import native as expanded_native
 from mla_compile.kernels.expanded_attention.arguments import ExpandedAttentionBackward
+from mla_compile.kernels.index_scores import index_scores_reference
+from mla_compile.kernels.index_scores import native as indexer_native
 from mla_compile.kernels.latent_attention import latent_attention_reference
 from mla_compile.kernels.latent_attention import native as latent_native
 from mla_compile.kernels.paged_latent_attention import native as paged_native
@@ -209,6 +211,17 @@ def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
     measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
     assert_as_close_as(measure[0], o, exact[0])
     assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
+@pytest.mark.parametrize("sizes", [(1, 9, 64, 32, 131), (2, 35, 5, 7, 67)], ids=["whole vectors", "odd sizes"])
+@of(ALL)
+def test_index_scores(monkeypatch, dtype, sizes):
+    monkeypatch.setattr(indexer_native, "score_in_blocks", None)
+    batch, queries, heads, width, keys = sizes
+    q, k = torch.randn(batch, queries, heads, width).to(dtype), torch.randn(batch, keys, width).to(dtype)
+    weights = torch.randn(batch, queries, heads)
+    exact = index_scores_reference(q.double(), k.double(), weights.double())
+    assert_as_close_as(index_scores_reference(q, k, weights), torch.ops.mla.index_scores(q, k, weights), exact)
 
 
 FEW = {
