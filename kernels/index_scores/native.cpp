@@ -121,23 +121,11 @@ void run(const Problem& p, int64_t most_threads) {
   }
 }
 
-void run_best(const Problem& p, int64_t threads) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<Number, bf16>) {
-#if defined(AMX)
-    if (amx::allowed()) return run<Tiles>(p, threads);
-#endif
-    return run<Dots>(p, threads);
-  }
-#endif
-  run<Floats>(p, threads);
-}
-
 }  // namespace
 
 extern "C" void kernel(const void* q, const void* k, const void* weights, void* out, int64_t sequences, int64_t queries,
                        int64_t heads, int64_t keys, int64_t width, int64_t k_sequence, int64_t k_key, int64_t threads) {
-  run_best({static_cast<const Number*>(q), static_cast<const Number*>(k), static_cast<const float*>(weights),
-            static_cast<float*>(out), sequences, queries, heads, keys, width, k_sequence, k_key},
-           threads);
+  const Problem p{static_cast<const Number*>(q), static_cast<const Number*>(k), static_cast<const float*>(weights),
+                  static_cast<float*>(out), sequences, queries, heads, keys, width, k_sequence, k_key};
+  with_best_products<Number>([&](auto* best) { run<std::remove_pointer_t<decltype(best)>>(p, threads); });
 }

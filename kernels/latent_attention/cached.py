@@ -15,7 +15,7 @@ _HERE = Path(__file__).parent
 _OF_TILES = "tile_operands.h", "tiles.h", "byte_tiles.h"
 OF_PRODUCTS = (
     *(VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS),
-    *(_HERE / name for name in ("keys.h", "floats.h", "dots.h", *_OF_TILES)),
+    *(_HERE / name for name in ("keys.h", "floats.h", "dots.h", *_OF_TILES, "best.h")),
 )
 """Headers of products of blocks of keys."""
 MOST_ROWS = 256

@@ -252,18 +252,12 @@ void run(const Problem& p, int64_t most_threads) {
 }
 
 void run_best(const Problem& p, int64_t threads) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<Number, bf16>) {
 #if defined(AMX)
-    if constexpr (std::is_same_v<Latent, i8>)
-      if (amx::allowed() && p.sizes.rows <= ByteTiles<Rope>::MOST_ROWS && p.cache.scales && p.cache.groups == 1)
-        return run<ByteTiles<Rope>>(p, threads);
-    if (amx::allowed()) return run<Tiles>(p, threads);
+  if constexpr (std::is_same_v<Number, bf16> && std::is_same_v<Latent, i8>)
+    if (amx::allowed() && p.sizes.rows <= ByteTiles<Rope>::MOST_ROWS && p.cache.scales && p.cache.groups == 1)
+      return run<ByteTiles<Rope>>(p, threads);
 #endif
-    return run<Dots>(p, threads);
-  }
-#endif
-  run<Floats>(p, threads);
+  with_best_products<Number>([&](auto* best) { run<std::remove_pointer_t<decltype(best)>>(p, threads); });
 }
 
 }  // namespace

@@ -195,6 +195,15 @@ SCALED = {
 """Scales per latent, and whether rope keys are coded too; sizes `Sq, N, L, R`; tokens per page."""
 
 
+def assert_coded_pages_right(arguments, scales, scale):
+    o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, scale, scales)
+    doubled = [t.double() if t.dtype == arguments[0].dtype else t for t in arguments]
+    exact = paged_latent_attention_reference(*doubled, True, scale, scales)
+    measure = paged_latent_attention_reference(*arguments, True, scale, scales)
+    assert_as_close_as(measure[0], o, exact[0])
+    assert_as_close_as(measure[1].float(), lse, exact[1])
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("coded", [FP8, INT8, PACKED], ids=["FP8", "INT8", "INT4"])
 @pytest.mark.parametrize(("scaled", "sizes", "page_size"), SCALED.values(), ids=SCALED)
@@ -204,13 +213,7 @@ def test_scaled_pages(dtype, scaled, sizes, page_size, coded):
     if coded == PACKED and (rope_too or sizes[2] % 2):
         pytest.skip("INT4 is for latents of an even width alone")
     x = make_paged([150, 0, 33, 128], sizes, page_size, dtype)
-    arguments, scales = quantised(x, groups, rope_too, coded)
-    o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
-    doubled = [t.double() if t.dtype == dtype else t for t in arguments]
-    exact = paged_latent_attention_reference(*doubled, True, x.scale, scales)
-    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
-    assert_as_close_as(measure[0], o, exact[0])
-    assert_as_close_as(measure[1].float(), lse, exact[1])
+    assert_coded_pages_right(*quantised(x, groups, rope_too, coded), x.scale)
 
 
 @pytest.mark.parametrize("sizes", [(1, 9, 64, 32, 131), (2, 35, 5, 7, 67)], ids=["whole vectors", "odd sizes"])
@@ -240,13 +243,7 @@ FEW = {
 def test_few_rows_of_int8(monkeypatch, dtype, sizes, page_size, rope_too):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x = make_paged([150, 0, 333, 128, 1], sizes, page_size, dtype)
-    arguments, scales = quantised(x, 1, rope_too and sizes[3] > 0, INT8)
-    o, lse = torch.ops.mla.paged_latent_attention(*arguments, True, x.scale, scales)
-    doubled = [t.double() if t.dtype == dtype else t for t in arguments]
-    exact = paged_latent_attention_reference(*doubled, True, x.scale, scales)
-    measure = paged_latent_attention_reference(*arguments, True, x.scale, scales)
-    assert_as_close_as(measure[0], o, exact[0])
-    assert_as_close_as(measure[1].float(), lse, exact[1])
+    assert_coded_pages_right(*quantised(x, 1, rope_too and sizes[3] > 0, INT8), x.scale)
 
 
 @of([(name, BF16) for name in (AMX, TILES)])
