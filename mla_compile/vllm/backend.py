@@ -6,11 +6,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl, MLACommonMetadata
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    split_kv_b_proj,
+)
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from . import NAME, context_parallel
-from .pages import attend, write
+from .pages import attend, attend_to_prompts, write
 
 
 class MLACompileBackend(MLACommonBackend):
@@ -46,7 +52,7 @@ class MLACompileBackend(MLACommonBackend):
 
 
 class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
-    """Decode attention and cache writes of one layer. Prefill is vLLM's own."""
+    """Attention and cache writes of one layer. On a GPU, and where ranks share out tokens, prefill is vLLM's own."""
 
     can_return_lse_for_decode: bool = True
 
@@ -85,6 +91,35 @@ class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
         self.supports_quant_query_input = False
         if self.dcp_world_size > 1:
             context_parallel.install()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        if current_platform.is_cpu():
+            sizes = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim, self.v_head_dim
+            w_uk, w_uv = split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes)
+            self.up_projections = w_uk.permute(1, 2, 0), w_uv.permute(1, 2, 0)
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attend by tokens of prompts `[tokens, N, P + R]`, which the cache has already: output `[tokens, N * V]`."""
+        if not q.is_cpu or self.dcp_world_size > 1 or output_scale is not None:
+            own = kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale
+            super().forward_mha(q, kv_c_normed, k_pe, *own)
+            return
+        prefill = attn_metadata.prefill
+        counts, context = prefill.query_start_loc.diff().tolist(), prefill.chunked_context
+        before = [0] * len(counts) if context is None else context.context_lens_list
+        table, (w_uk, w_uv) = prefill.block_table, self.up_projections
+        attend_to_prompts(q, kv_c_and_k_pe_cache, table, counts, before, w_uk, w_uv, self.scale, output)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from mla_compile.vllm.pages import attend, write
+from mla_compile.vllm.pages import attend, attend_to_prompts, write
 from tests.errors import assert_as_close_as_eager
 
-BLOCK, L, R, N, B = 16, 32, 8, 4, 5
+BLOCK, L, R, N, B, P, V = 16, 32, 8, 4, 5, 12, 10
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -45,6 +45,32 @@ def test_a_sequence_without_keys_has_no_weight(pages):
     o, lse = attend(torch.randn(B, N, L + R).to(pages.dtype), pages, TABLE, LENGTHS, L, 0.2)
     assert torch.equal(o[4], torch.zeros(N, L, dtype=pages.dtype))
     assert torch.equal(lse[4], torch.full((N,), -math.inf))
+
+
+def prompts(q, pages, w_uk, w_uv, scale, counts):
+    """As it is written, by keys and values of all tokens of each sequence."""
+    found, first = [], 0
+    for sequence, (count, length) in enumerate(zip(counts, LENGTHS.tolist(), strict=False)):
+        keys = pages[TABLE[sequence]].flatten(0, 1)[:length]
+        k_nope = torch.einsum("npl,tl->ntp", w_uk, keys[:, :L])
+        k = torch.cat([k_nope, keys[:, L:].expand(N, -1, -1)], dim=-1)
+        hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+        scores = scale * q[first : first + count].transpose(0, 1) @ k.mT
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        found.append((weights @ torch.einsum("nvl,tl->ntv", w_uv, keys[:, :L])).transpose(0, 1).flatten(1))
+        first += count
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("counts", [(20, 16, 48), (1, 7, 30), (20, 0, 2, 1)], ids=["whole", "the last", "none of one"])
+def test_tokens_of_prompts_attend_to_those_before_them_and_to_themselves(pages, counts):
+    q, scale = torch.randn(sum(counts), N, P + R).to(pages.dtype), 0.2
+    w_uk, w_uv = (torch.randn(N, width, L).div(L**0.5).to(pages.dtype) for width in (P, V))
+    before = [length - count for count, length in zip(counts, LENGTHS.tolist(), strict=False)]
+    out = torch.full((sum(counts), N * V), math.nan, dtype=pages.dtype)
+    attend_to_prompts(q, pages, TABLE[: len(counts)], counts, before, w_uk, w_uv, scale, out)
+    exact = prompts(q.double(), pages.double(), w_uk.double(), w_uv.double(), scale, counts)
+    assert_as_close_as_eager(out, prompts(q, pages, w_uk, w_uv, scale, counts), exact)
 
 
 def test_tokens_are_written_to_their_slots_and_no_others(pages):
