@@ -61,13 +61,16 @@ void sum_lines(const Task<bf16>& t) {
 template <int64_t R>
 void dot_lines(const Task<bf16>& t) {
   constexpr int64_t CHAINS = 2;  // independent chains of additions per row
+  constexpr int64_t PAGE = 4096 / sizeof(Number);  // a CPU's own prefetchers stop where a page ends
   for (int64_t c = 0; c < t.columns; ++c) {
     const Number* weight = t.weight + c * t.line;
     __m512 sums[R][CHAINS] = {};
     int64_t i = 0;
     for (; i + CHAINS * BLOCK <= t.inner; i += CHAINS * BLOCK)
       for (int64_t chain = 0; chain < CHAINS; ++chain) {
-        const __m512i line = _mm512_loadu_si512(weight + i + chain * BLOCK);
+        const Number* const at = weight + i + chain * BLOCK;
+        const __m512i line = _mm512_loadu_si512(at);
+        __builtin_prefetch(at + PAGE, 0, 2);
         for (int64_t row = 0; row < R; ++row)
           sums[row][chain] = dot(sums[row][chain], _mm512_loadu_si512(t.x + row * t.x_row + i + chain * BLOCK), line);
       }

@@ -18,6 +18,7 @@ from .gpu_products import products_of
 from .gpu_together import together
 from .gpu_writes import write_in_parts
 from .loops import settings_of_loops
+from .row_prefetches import rows_prefetched
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -48,6 +49,7 @@ def generated(
     with (
         inductor_config.patch(settings_of_loops(module.graph)),
         products_of(module.graph),
+        rows_prefetched(),
         accesses_remembered() if decodes else contextlib.nullcontext(),
         # Leave combo kernels alone if the user has set the option.
         together() if decodes and "combo_kernels" not in settings else contextlib.nullcontext(),
