@@ -9,6 +9,7 @@ from torch import nn
 from torch._inductor.fx_passes import joint_graph
 
 import mla_compile
+from mla_compile import attempt
 from tests.errors import assert_as_close_as_eager
 from tests.models import HIDDEN, Combined, L, R
 
@@ -50,13 +51,13 @@ def test_torch_finds_the_backend_by_name():
 @pytest.mark.usefixtures("without_codegen")
 def test_inductor_options_reach_inductor(monkeypatch):
     seen = []
-    retrace = mla_compile.attempt.retrace
+    retrace = attempt.retrace
 
     def spy(*arguments):
         seen.append(torch._inductor.config.max_autotune)
         return retrace(*arguments)
 
-    monkeypatch.setattr(mla_compile.attempt, "retrace", spy)
+    monkeypatch.setattr(attempt, "retrace", spy)
     torch.compile(Combined(), backend="mla", mode="max-autotune-no-cudagraphs")(*decode_inputs())
     torch._dynamo.reset()
     torch.compile(Combined(), backend="mla", options={"max_autotune": True})(*decode_inputs())
