@@ -93,6 +93,7 @@ class MLACompileImpl(MLACommonImpl[MLACommonMetadata]):
             context_parallel.install()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Keep the up-projections of keys `[N, P, L]` and values `[N, V, L]`, for prompts on a CPU."""
         super().process_weights_after_loading(act_dtype)
         if current_platform.is_cpu():
             sizes = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim, self.v_head_dim
