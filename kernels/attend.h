@@ -42,34 +42,48 @@ struct Tile {
   // Adds the products of KEYS keys [width] and a panel of rows [width, PANEL], accumulating TERMS terms at a time, and
   // prefetches the KEYS keys `ahead`, if any, into the second-level cache. Not inlined: callers keep so much else in
   // registers that pointers to keys would be loaded from the stack for each number, which takes a third of the time.
-  template <int64_t TERMS>
+  template <int64_t TERMS, typename Next>
   __attribute__((noinline)) void add(const float* const (&keys)[KEYS], const float* panel, int64_t width,
-                                     const float* const* ahead) {
+                                     const Next* const* ahead) {
+    constexpr int64_t NUMBERS = 64 * IN_ONE<Next> / sizeof(Next);  // of a cache line
     for (int64_t begin = 0; begin < width; begin += TERMS) {
       const int64_t end = std::min(begin + TERMS, width);
       if (ahead)
         for (int64_t k = 0; k < KEYS; ++k)
-          for (int64_t line = begin; line < end; line += LINE) __builtin_prefetch(ahead[k] + line, 0, 2);
+          for (int64_t i = begin; i < end; i += NUMBERS) __builtin_prefetch(ahead[k] + i / IN_ONE<Next>, 0, 2);
       vec some[KEYS][VECTORS] = {};
-      for (int64_t i = begin; i < end; ++i) {
-        vec q[VECTORS];
-        for (int64_t v = 0; v < VECTORS; ++v) q[v] = load(panel + (i * VECTORS + v) * WIDTH);
-        for (int64_t k = 0; k < KEYS; ++k)
-          for (int64_t v = 0; v < VECTORS; ++v) some[k][v] += keys[k][i] * q[v];
-      }
+      int64_t i = begin;
+      if constexpr (TOGETHER > 1)
+        for (; i + TOGETHER <= end; i += TOGETHER) add_terms<TOGETHER>(keys, panel, i, some);
+      for (; i < end; ++i) add_terms<1>(keys, panel, i, some);
       for (int64_t k = 0; k < KEYS; ++k)
         for (int64_t v = 0; v < VECTORS; ++v) sum[k][v] += some[k][v];
     }
+  }
+
+ private:
+  static constexpr int64_t TOGETHER = KEYS > 12 ? 8 : 1;  // terms at a time: more addresses than registers are moved
+
+  template <int64_t COUNT>
+  static void add_terms(const float* const (&keys)[KEYS], const float* panel, int64_t i, vec (&sums)[KEYS][VECTORS]) {
+    vec q[COUNT][VECTORS];
+#pragma GCC unroll 8
+    for (int64_t t = 0; t < COUNT; ++t)
+      for (int64_t v = 0; v < VECTORS; ++v) q[t][v] = load(panel + ((i + t) * VECTORS + v) * WIDTH);
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < KEYS; ++k)
+#pragma GCC unroll 8
+      for (int64_t t = 0; t < COUNT; ++t)
+        for (int64_t v = 0; v < VECTORS; ++v) sums[k][v] += keys[k][i + t] * q[t][v];
   }
 };
 
 // Scores of one panel and `count` keys, given in two parts of `width` and `rope` numbers. The last tile repeats the
 // last key in place of missing ones, so `scores` must have room for a multiple of KEYS. The keys and ropes `ahead`,
 // null or as many, are being prefetched when this returns.
-template <int64_t KEYS, int64_t VECTORS, int64_t TERMS, typename Rows>
+template <int64_t KEYS, int64_t VECTORS, int64_t TERMS, typename Rows, typename Next, typename NextRope>
 void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t count, const float* panel,
-                 float* scores, int64_t stride, const float* const* ahead = nullptr,
-                 const float* const* ropes_ahead = nullptr) {
+                 float* scores, int64_t stride, const Next* const* ahead, const NextRope* const* ropes_ahead) {
   for (int64_t first = 0; first < count; first += KEYS) {
     const float *of_key[KEYS], *of_rope[KEYS];
     for (int64_t k = 0; k < KEYS; ++k) {
@@ -79,7 +93,7 @@ void score_panel(Rows keys, int64_t width, Rows ropes, int64_t rope, int64_t cou
     Tile<KEYS, VECTORS> tile;
     tile.template add<TERMS>(of_key, panel, width, ahead ? ahead + first : nullptr);
     tile.template add<TERMS>(of_rope, panel + width * VECTORS * WIDTH, rope,
-                             ahead ? ropes_ahead + first : nullptr);
+                             ropes_ahead ? ropes_ahead + first : nullptr);
     for (int64_t k = 0; k < KEYS; ++k)
       for (int64_t v = 0; v < VECTORS; ++v) store(scores + (first + k) * stride + v * WIDTH, tile.sum[k][v]);
   }

@@ -39,8 +39,10 @@ _CONFIG = {
 }
 
 
-_HEADERS = "vector.h", "attend.h", "number.h", "pairs.h", "amx.h", "tile_sums.h", "panels.h"
-VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS = (Path(__file__).with_name(name) for name in _HEADERS)
+_HEADERS = "vector.h", "number.h", "line_products.h", "attend.h", "pairs.h", "amx.h", "tile_sums.h", "panels.h"
+VECTOR, NUMBER, LINE_PRODUCTS, ATTEND, PAIRS, AMX, TILE_SUMS, PANELS = (
+    Path(__file__).with_name(name) for name in _HEADERS
+)
 TYPES = {
     torch.float32: "float",
     torch.bfloat16: "bf16",

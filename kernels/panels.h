@@ -58,9 +58,10 @@ struct PairTile {
 template <int64_t ROWS>
 struct FloatTile : Tile<ROWS, VECTORS> {
   static constexpr int64_t TERMS = 64;  // accumulated at a time: errors grow with the square root of this
+  static constexpr const float* const* NONE = nullptr;
 
   void add(const float* const (&rows)[ROWS], const float* panel, int64_t width) {
-    Tile<ROWS, VECTORS>::template add<TERMS>(rows, panel, width, nullptr);
+    Tile<ROWS, VECTORS>::template add<TERMS>(rows, panel, width, NONE);
   }
 };
 

@@ -27,7 +27,7 @@ from .products import by_products
 from .rows import Rows
 
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS, Path(__file__).with_name("native.cpp")),
+    (VECTOR, NUMBER, ATTEND, PAIRS, AMX, TILE_SUMS, PANELS, Path(__file__).with_name("native.cpp")),
     (
         *("const void*",) * 5,
         *("const float*",) * 2,

@@ -2,7 +2,7 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS_TO_STREAM = 32, PANEL_BYTES = 2 << 20, FEWEST_COLUMNS = 64;
+constexpr int64_t PANEL_BYTES = 2 << 20, FEWEST_COLUMNS = 64;
 
 std::array<std::atomic<WidenedMatmulKernel*>, DTYPES> widened_matmul_kernels;
 

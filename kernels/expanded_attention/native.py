@@ -28,7 +28,7 @@ from .chunks import Arithmetic, Keys, attend_in_chunks, masked_tiles
 
 _HERE = Path(__file__).parent
 KERNELS = Kernels(
-    (VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
+    (VECTOR, NUMBER, ATTEND, PAIRS, AMX, TILE_SUMS, PANELS, _HERE / "call.h", _HERE / "native.cpp"),
     ("const void*",) * 5 + ("uintptr_t", "void*", "float*") + ("int64_t",) * 28 + ("float", "int64_t"),
 )
 

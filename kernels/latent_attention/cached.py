@@ -14,7 +14,7 @@ from ..native import AMX, ATTEND, NUMBER, PAIRS, TILE_SUMS, VECTOR, Kernels
 _HERE = Path(__file__).parent
 _OF_TILES = "tile_operands.h", "tiles.h", "byte_tiles.h"
 OF_PRODUCTS = (
-    *(VECTOR, ATTEND, NUMBER, PAIRS, AMX, TILE_SUMS),
+    *(VECTOR, NUMBER, ATTEND, PAIRS, AMX, TILE_SUMS),
     *(_HERE / name for name in ("keys.h", "floats.h", "dots.h", *_OF_TILES, "best.h")),
 )
 """Headers of products of blocks of keys."""

@@ -14,8 +14,8 @@ struct Floats {
 #endif
   static constexpr int64_t PANEL = 16;         // rows of a panel of the packed query
   // Terms of a score accumulated in one sum: errors grow with sqrt(TERMS + L / TERMS), not sqrt(L), which is the same
-  // for both values if L = 512. With 16 registers, the sums have to leave the registers after each TERMS terms.
-#if defined(__AVX__) && !defined(__AVX512F__)
+  // for both values if L = 512. On x86, registers do not hold both sums: one is loaded and stored after TERMS terms.
+#if defined(__AVX__)
   static constexpr int64_t TERMS = 32;
 #else
   static constexpr int64_t TERMS = 16;
@@ -28,28 +28,27 @@ struct Floats {
   static int64_t o_rows(const Sizes& s) { return s.rows; }
 
   explicit Floats(const Sizes& sizes)
-      : s(sizes), padded_rows(round_up(sizes.rows, PANEL)), query(padded_rows * sizes.width()) {}
+      : s(sizes), padded_rows(round_up(sizes.rows, PANEL)), query(padded_rows * sizes.width()),
+        line(sizes.width()) {}
 
   // Packs the scaled query of a sequence, [panel, L + R, PANEL].
   template <typename Number>
   void begin(const Number* q_latent, const Number* q_rope) {
-    for (int64_t row = 0; row < padded_rows; ++row) {
-      float* to = query.data() + row / PANEL * PANEL * s.width() + row % PANEL;
-      const bool real = row < s.rows;
-      for (int64_t i = 0; i < s.rank; ++i) to[i * PANEL] = real ? one(q_latent[row * s.rank + i]) : 0.0f;
-      for (int64_t i = 0; i < s.rope; ++i) to[(s.rank + i) * PANEL] = real ? one(q_rope[row * s.rope + i]) : 0.0f;
+    std::fill_n(query.data(), padded_rows * s.width(), 0.0f);
+    for (int64_t row = 0; row < s.rows; ++row) {
+      pack_row(q_latent + row * s.rank, s.rank, row, 0);
+      pack_row(q_rope + row * s.rope, s.rope, row, s.rank);
     }
   }
 
-  // scores [BLOCK, padded rows]; prefetches the keys `ahead` if they are floats
+  // scores [BLOCK, padded rows]; prefetches the keys `ahead`
   template <typename Latent, typename Rope>
   void score(const Keys& keys, const Block<Latent, Rope>* ahead, float* scores) const {
     for (int64_t row = 0; row < padded_rows; row += PANEL) {
-      const Block<float>* to_load = nullptr;
-      if constexpr (std::is_same_v<Latent, float> && std::is_same_v<Rope, float>) to_load = row == 0 ? ahead : nullptr;
+      const bool loads = ahead && row == 0;
       score_panel<KEYS, PANEL / WIDTH, TERMS>(
           Scattered{keys.latent}, s.rank, Scattered{keys.rope}, s.rope, keys.count, query.data() + row * s.width(),
-          scores + row, padded_rows, to_load ? to_load->latent : nullptr, to_load ? to_load->rope : nullptr);
+          scores + row, padded_rows, loads ? ahead->latent : nullptr, loads ? ahead->rope : nullptr);
     }
   }
 
@@ -63,11 +62,15 @@ struct Floats {
 
  private:
   template <typename Number>
-  float one(Number number) const { return widened_one(number) * s.scale; }
+  void pack_row(const Number* from, int64_t width, int64_t row, int64_t first) {
+    convert(from, width, s.scale, line.data());
+    float* to = query.data() + row / PANEL * PANEL * s.width() + first * PANEL + row % PANEL;
+    for (int64_t i = 0; i < width; ++i) to[i * PANEL] = line.data()[i];
+  }
 
   Sizes s;
   int64_t padded_rows;
-  Buffer query;
+  Buffer query, line;
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ inline void add_lines(const Task<float>& t, int64_t i) {
 }
 
 template <int64_t R>
-void sum_lines(const Task<float>& t) {
+void sum_some_lines(const Task<float>& t) {
   for (int64_t row = 0; row < R; ++row) std::fill_n(t.out + row * t.out_row, t.columns, 0.0f);
   int64_t i = 0;
   for (; i + STREAMS <= t.inner; i += STREAMS) {
@@ -33,27 +33,9 @@ void sum_lines(const Task<float>& t) {
   for (; i < t.inner; ++i) add_lines<R, 1>(t, i);
 }
 
-template <int64_t R>
-void dot_lines(const Task<float>& t) {
-  constexpr int64_t CHAINS = 2;  // independent chains of additions per row
-  for (int64_t c = 0; c < t.columns; ++c) {
-    const Number* weight = t.weight + c * t.line;
-    vec sums[R][CHAINS] = {};
-    int64_t i = 0;
-    for (; i + CHAINS * WIDTH <= t.inner; i += CHAINS * WIDTH)
-      for (int64_t chain = 0; chain < CHAINS; ++chain) {
-        const vec line = widened(weight + i + chain * WIDTH);
-        for (int64_t row = 0; row < R; ++row)
-          sums[row][chain] += load(t.x + row * t.x_row + i + chain * WIDTH) * line;
-      }
-    for (int64_t row = 0; row < R; ++row) {
-      const vec sum = sums[row][0] + sums[row][1];
-      float dot = 0.0f;
-      for (int64_t lane = 0; lane < WIDTH; ++lane) dot += sum[lane];
-      for (int64_t rest = i; rest < t.inner; ++rest) dot += t.x[row * t.x_row + rest] * widened_one(weight[rest]);
-      t.out[row * t.out_row + c] = dot;
-    }
-  }
+// All outputs of `rows` rows, each a dot product.
+inline void dot_lines(const Task<float>& t, int64_t rows) {
+  LineProducts<Number>{t.x, t.weight, t.out, rows, t.inner, t.x_row, t.line, t.out_row}.multiply(0, t.columns);
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ inline void add_pairs(const Task<bf16>& t, int64_t i, int64_t lines) {
 }
 
 template <int64_t R>
-void sum_lines(const Task<bf16>& t) {
+void sum_some_lines(const Task<bf16>& t) {
   for (int64_t row = 0; row < R; ++row) std::fill_n(t.out + row * t.out_row, t.out_row, 0.0f);
   int64_t i = 0;
   for (; i + STREAMS <= t.inner; i += STREAMS) {
@@ -59,7 +59,7 @@ void sum_lines(const Task<bf16>& t) {
 }
 
 template <int64_t R>
-void dot_lines(const Task<bf16>& t) {
+void dot_some_lines(const Task<bf16>& t) {
   constexpr int64_t CHAINS = 2;  // independent chains of additions per row
   constexpr int64_t PAGE = 4096 / sizeof(Number);  // a CPU's own prefetchers stop where a page ends
   for (int64_t c = 0; c < t.columns; ++c) {
@@ -82,6 +82,10 @@ void dot_lines(const Task<bf16>& t) {
     for (int64_t row = 0; row < R; ++row)
       t.out[row * t.out_row + c] = _mm512_reduce_add_ps(_mm512_add_ps(sums[row][0], sums[row][1]));
   }
+}
+
+inline void dot_lines(const Task<bf16>& t, int64_t rows) {
+  by_rows(t, rows, [](auto count, const Task<bf16>& some) { dot_some_lines<count>(some); });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 //     weight [heads, inner, outer]    any strides, but 1 in the inner or the outer dim
 //     out    [rows, heads, outer]     contiguous
 //
-// NUMBER is the type of all three. A task is a slice of a head's outer columns. It takes ROWS rows at a time; after the
+// NUMBER is the type of all three. A task is a slice of a head's outer columns. It takes some rows at a time; after the
 // first of them, the weight is in the core's own cache. Where the outer dim is contiguous, STREAMS lines of the weight
 // are added to the output at a time; where the inner dim is contiguous, each output is a dot product with one line.
 
@@ -12,21 +12,9 @@ namespace {
 
 // The fewest numbers of the weight per thread: waking a thread takes as long as reading 256 KiB.
 constexpr int64_t NUMBERS_OF_A_THREAD = (1 << 18) / sizeof(Number);
-constexpr int64_t ROWS = 4;
 
-template <int64_t R>
-void run_task(const Task<Factor>& task, bool inner_is_contiguous) {
-  inner_is_contiguous ? dot_lines<R>(task) : sum_lines<R>(task);
-}
-
-void run_rows(const Task<Factor>& task, int64_t rows, bool inner_is_contiguous) {
-  static_assert(ROWS == 4);
-  switch (rows) {
-    case 1: return run_task<1>(task, inner_is_contiguous);
-    case 2: return run_task<2>(task, inner_is_contiguous);
-    case 3: return run_task<3>(task, inner_is_contiguous);
-    case 4: return run_task<4>(task, inner_is_contiguous);
-  }
+void sum_lines(const Task<Factor>& task, int64_t rows) {
+  by_rows(task, rows, [](auto count, const Task<Factor>& some) { sum_some_lines<count>(some); });
 }
 
 }  // namespace
@@ -59,8 +47,7 @@ extern "C" void kernel(const void* x, const void* weight, void* out, int64_t row
         convert(static_cast<const Number*>(x) + row * x_stride + head * x_head, inner, 1.0f, own);
         std::fill(own + inner, own + x_row, Factor{});
       }
-      for (int64_t row = 0; row < rows; row += ROWS)
-        run_rows(task.from(row), std::min(rows - row, ROWS), inner_is_contiguous);
+      inner_is_contiguous ? dot_lines(task, rows) : sum_lines(task, rows);
       for (int64_t row = 0; row < rows; ++row)
         convert(sums.data() + row * out_row, task.columns, 1.0f,
                 static_cast<Number*>(out) + (row * heads + head) * outer + begin);

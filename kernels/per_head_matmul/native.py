@@ -14,7 +14,7 @@ from torch import Tensor
 from ...cpu_products import has_products
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import NUMBER, PAIRS, TYPES, VECTOR, Kernels
+from ..native import LINE_PRODUCTS, NUMBER, PAIRS, TYPES, VECTOR, Kernels
 from .arguments import PerHeadMatmul
 from .aten import multiply
 
@@ -24,7 +24,7 @@ _MOST_ROWS_ALONE = 32
 """The same where no library multiplies matrices of the dtype, so that the alternative is a product in float32."""
 _OWN = ("call.h", "task.h", "floats.h", "line_pairs.h", "native.cpp")
 KERNELS = Kernels(
-    (VECTOR, NUMBER, PAIRS, *(Path(__file__).with_name(name) for name in _OWN)),
+    (VECTOR, NUMBER, PAIRS, LINE_PRODUCTS, *(Path(__file__).with_name(name) for name in _OWN)),
     ("const void*",) * 2 + ("void*",) + ("int64_t",) * 10,
 )
 

@@ -28,6 +28,23 @@ struct Task {
   }
 };
 
+constexpr int64_t ROWS = 4;  // at a time
+
+// Calls `run` with the number of rows, as a constant, and the task of ROWS rows at a time.
+template <typename X, typename Run>
+void by_rows(const Task<X>& t, int64_t rows, Run run) {
+  for (int64_t row = 0; row < rows; row += ROWS) {
+    const Task<X> some = t.from(row);
+    static_assert(ROWS == 4);
+    switch (std::min(rows - row, ROWS)) {
+      case 1: run(std::integral_constant<int64_t, 1>{}, some); break;
+      case 2: run(std::integral_constant<int64_t, 2>{}, some); break;
+      case 3: run(std::integral_constant<int64_t, 3>{}, some); break;
+      case 4: run(std::integral_constant<int64_t, 4>{}, some); break;
+    }
+  }
+}
+
 // Asks for lines from `i` on, all at once, so that they come from memory while those before them are added. This is one
 // loop without branches because nested loops gain nothing, and is always inlined because GCC removes calls of functions
 // that only prefetch.

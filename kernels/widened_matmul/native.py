@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..bundles import checked
 from ..dispatcher import general
-from ..native import NUMBER, TYPES, VECTOR, Kernels
+from ..native import LINE_PRODUCTS, NUMBER, TYPES, VECTOR, Kernels
 from .arguments import WidenedMatmul
 from .aten import multiply_by_panels
 
-MOST_ROWS = 32
+MOST_ROWS = 64 if torch.cpu._is_avx512_supported() else 32
 """Rows up to which the kernel is faster than the library's product with a weight that is widened first."""
 KERNELS = Kernels(
-    (VECTOR, NUMBER, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
+    (VECTOR, NUMBER, LINE_PRODUCTS, *(Path(__file__).with_name(name) for name in ("call.h", "native.cpp"))),
     ("const float*", "const void*", "float*") + ("int64_t",) * 7,
 )
 
