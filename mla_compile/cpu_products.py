@@ -6,13 +6,20 @@ import torch
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether torch uses a library to multiply matrices of this floating dtype on this CPU. True if unknown.
+    """Whether torch uses a library on this CPU whose products of matrices of this floating dtype are not slower than
+    those of float32. True if unknown.
 
-    For half precision that is oneDNN, on CPUs with instructions for it (or for widening it: AVX-512 suffices for
-    bfloat16). On other CPUs torch uses loops of its own, at a ninth of float32's rate, or at a hundredth where the
-    elements of a column of the second matrix are not adjacent in memory, as in a contiguous one.
+    For half precision that is oneDNN, on CPUs with instructions for it. With AVX-512 but none for bfloat16, oneDNN
+    widens in its inner loop, at a quarter of float32's rate. On other CPUs torch uses loops of its own, at a ninth of
+    that rate, or at a hundredth where the elements of a column of the second matrix are not adjacent in memory, as in a
+    contiguous one.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not torch.backends.mkldnn.is_available():
         return True
-    supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return bool(getattr(torch.ops.mkldnn, supported)())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not _widens_bfloat16()
+
+
+def _widens_bfloat16() -> bool:
+    return torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()

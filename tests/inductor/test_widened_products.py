@@ -130,14 +130,25 @@ def test_wide_dtypes_have_products():
 
 
 @HALF
-def test_products_are_a_librarys_where_torch_says_so(dtype):
+def test_products_are_a_librarys_where_torch_says_so(monkeypatch, dtype):
     """oneDNN takes a linear layer in half precision, or says that this CPU cannot."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     arguments = torch.ones(4, 8, dtype=dtype), torch.ones(5, 8, dtype=dtype), None, "none", [], ""
     if has_products(dtype):
         torch.ops.mkldnn._linear_pointwise(*arguments)
     else:
         with pytest.raises(RuntimeError, match="could not create a primitive"):
             torch.ops.mkldnn._linear_pointwise(*arguments)
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_avx_512_needs_instructions_for_bfloat16(monkeypatch, has_instructions):
+    """Without them oneDNN takes bfloat16 too, but several times as long as float32."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    assert has_products(torch.bfloat16) == has_instructions
 
 
 MM, ADDMM, WIDENED = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.mla.widened_matmul.default)
