@@ -30,7 +30,7 @@ def with_columns_apart(weight: Tensor) -> Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("rows", [1, 2, 6, 7, 11, MANY])
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 11, native.MOST_ROWS, MANY])
 @pytest.mark.parametrize("as_a_linear", [True, False])
 def test_rows_times_a_weight(implementation, dtype, rows, as_a_linear):
     x = torch.randn(rows, 50, dtype=dtype)[:, 3:40]
