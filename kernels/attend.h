@@ -62,7 +62,8 @@ struct Tile {
   }
 
  private:
-  static constexpr int64_t TOGETHER = KEYS > 12 ? 8 : 1;  // terms at a time: more addresses than registers are moved
+  // Terms at a time. Registers hold the addresses of 12 keys; those of more are fetched once for so many terms.
+  static constexpr int64_t TOGETHER = KEYS > 12 ? 8 : 1;
 
   template <int64_t COUNT>
   static void add_terms(const float* const (&keys)[KEYS], const float* panel, int64_t i, vec (&sums)[KEYS][VECTORS]) {

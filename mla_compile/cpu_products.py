@@ -6,8 +6,7 @@ import torch
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether torch uses a library on this CPU whose products of matrices of this floating dtype are not slower than
-    those of float32. True if unknown.
+    """Whether torch has a library on this CPU that multiplies this floating dtype as fast as float32. True if unknown.
 
     For half precision that is oneDNN, on CPUs with instructions for it. With AVX-512 but none for bfloat16, oneDNN
     widens in its inner loop, at a quarter of float32's rate. On other CPUs torch uses loops of its own, at a ninth of
