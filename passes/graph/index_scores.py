@@ -28,6 +28,7 @@ from ..trace.trace import Trace
 
 _NARROW = (torch.bfloat16, torch.float16)
 _POSITIVE = (aten.relu.default, aten.clamp_min.default, aten.clamp.default)
+_SUMMED = (*PRODUCTS, aten.sum.dim_IntList)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable)
 _STEPS = 12
 """How far behind the scores the choice may lie: masks and views in between."""
@@ -35,7 +36,7 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class IndexScores:
-    """Scores that the product `place` sums over heads."""
+    """Scores that `place`, a product or a sum, sums over heads."""
 
     place: fx.Node
     query: Read
@@ -78,7 +79,7 @@ def sum_index_scores(graph: fx.Graph) -> bool:
 
 def _found(graph: fx.Graph, trace: Trace) -> Iterator[IndexScores]:
     for node in graph.nodes:
-        if node.target not in PRODUCTS or node.meta["val"].dtype != torch.float32 or not node.meta["val"].is_cpu:
+        if node.target not in _SUMMED or node.meta["val"].dtype != torch.float32 or not node.meta["val"].is_cpu:
             continue
         with contextlib.suppress(Unaligned, GuardOnDataDependentSymNode):
             scores = _scores_of(node, trace)
@@ -87,9 +88,9 @@ def _found(graph: fx.Graph, trace: Trace) -> Iterator[IndexScores]:
 
 
 def _scores_of(node: fx.Node, trace: Trace) -> IndexScores | None:
-    """What a product sums, if it is weighted products of heads.
+    """What a product or a sum sums, if it is weighted products of heads.
 
-    Raises: Unaligned, if these have no axes in common with the product, or the graph does not tell their sizes.
+    Raises: Unaligned, if these have no axes in common with the result, or the graph does not tell their sizes.
     """
     form = trace[node]
     whole = form.term.parts

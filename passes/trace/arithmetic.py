@@ -32,16 +32,6 @@ HANDLERS.of(  # elementwise ops that torch does not tag as pointwise
 )(pointwise)
 
 
-@HANDLERS.of(aten.amax.default, aten.amin.default, aten.mean.dim, aten.sum.dim_IntList)
-def _reduced(trace: Forms, node: fx.Node) -> Form:
-    """A number for each row, which repeats along the other axes along which the rows repeat: as the norms of keys that
-    were expanded to all heads."""
-    form, kept = trace[arguments(node)[0]], argument(node, "keepdim")
-    reduced = {dim % len(form.dims) for dim in argument(node, "dim") or range(len(form.dims))} if form.dims else set()
-    dims = tuple(() if i in reduced else axes for i, axes in enumerate(form.dims) if kept or i not in reduced)
-    return elementwise.pointwise(node, [Form(dims, form.term)], shape_of(node))
-
-
 # The second is what torch puts after an op of which a number, a symbol until then, became a tensor.
 @HANDLERS.of(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 def _cast(trace: Forms, node: fx.Node) -> Form:

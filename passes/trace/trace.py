@@ -20,11 +20,12 @@ from ..nodes.arguments import is_pointwise, is_tensor, takes_tensors
 from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.shapes import shape_of
 from ..nodes.source import where
-from . import arithmetic, collectives, halves, joins, lookups, parts, slices, views
+from . import arithmetic, collectives, halves, joins, lookups, parts, reductions, slices, views
 from .handler import Handlers, pointwise
 from .unhandled import UNHANDLED
 
-TABLES = tuple(file.HANDLERS for file in (views, parts, slices, joins, arithmetic, lookups, halves, collectives))
+_FILES = (views, parts, slices, joins, arithmetic, reductions, lookups, halves, collectives)
+TABLES = tuple(file.HANDLERS for file in _FILES)
 HANDLERS = Handlers({op: handler for table in TABLES for op, handler in table.items()})
 """All handlers. No op is in two tables."""
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from .families import EXPANDED, INDEXED
+from .families import EXPANDED, FAMILIES, INDEXED
 from .test_deepseek import SIZES, logits
 
 pytestmark = pytest.mark.skipif(not INDEXED, reason=EXPANDED)
@@ -93,11 +93,15 @@ def test_where_every_key_is_named_the_path_is_dense():
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("verify", "layers"), [(False, 2), (True, 0)])
+@pytest.mark.parametrize(
+    ("family", "verify", "layers"),
+    [("deepseek_v32", False, 2), ("deepseek_v32", True, 0), ("deepseek_v4", False, 1)],
+)
 @torch.no_grad()
-def test_an_indexers_scores_are_one_op(monkeypatch, verify, layers):
+def test_an_indexers_scores_are_one_op(monkeypatch, family, verify, layers):
     """But where a check compares them with those of single heads, as written."""
-    model, ids = build("deepseek_v32", "sdpa"), torch.randint(0, SIZES["vocab_size"], (2, TOKENS))
+    model = FAMILIES[family].build().eval()
+    ids = torch.randint(3, SIZES["vocab_size"], (2, TOKENS))
     compiled = torch.compile(model, backend="mla", options={"mla.verify": verify})
     compiled(ids)
     kernels = mock.Mock(wraps=native.KERNELS)

@@ -125,6 +125,20 @@ def two_scores_einsum(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_
     return torch.einsum("bnst,bntv->bsnv", scores.softmax(-1), v)
 
 
+def scores_by_sums(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    """Each product of two vectors is the sum of an elementwise product."""
+    q_nope, q_rope = queries(x, w_q)[:, :, :, None].split([P, R], -1)
+    k_nope, v = up_projected(latent, w_kv)
+    scores = (q_nope * k_nope[:, :, None]).sum(-1) + (q_rope * k_rope[:, None, None]).sum(-1)
+    return (scores * SCALE).softmax(-1) @ v
+
+
+def up_projections_by_sums(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    w_uk, w_uv = weights(w_kv)
+    k, v = ((latent[:, None, :, None] * w[:, None]).sum(-1) for w in (w_uk, w_uv))
+    return softmax(queries(x, w_q), torch.cat([k, to_heads(k_rope)], -1), v)
+
+
 def rope_first(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     k_nope, v = up_projected(latent, w_kv)
     return softmax(queries(x, w_q), torch.cat([to_heads(k_rope), k_nope], -1), v)
@@ -289,6 +303,8 @@ SPELLINGS: dict[str, Function] = {
         separate_einsum,
         two_scores,
         two_scores_einsum,
+        scores_by_sums,
+        up_projections_by_sums,
         rope_first,
         rope_on_both_sides,
         rope_in_half_rotations,

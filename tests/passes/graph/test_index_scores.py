@@ -62,9 +62,20 @@ def scaled_before(q, k, w):
     return deepseek(q.float() * -0.5, k.float() * 3.0, w.float() * 2.0)
 
 
+def summed(q, k, w):
+    """As transformers has it for DeepSeek-V4."""
+    scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1)).relu() * D**-0.5
+    return (scores * (w.float() * H**-0.5).unsqueeze(-1)).sum(dim=2)
+
+
+def summed_twice(q, k, w):
+    products = (q.float().unsqueeze(3) * k.float()[:, None, None]).sum(-1).relu()  # [B, Sq, H, T]
+    return (w.float().unsqueeze(-1) * products).sum(2, keepdim=True)[:, :, 0]
+
+
 SPELLED = [
     *(deepseek, scaled_after, clamped, by_einsum, keys_first, heads_first, weights_of_heads, part_of_a_cache),
-    *(joined_query, scaled_before),
+    *(joined_query, scaled_before, summed, summed_twice),
 ]
 
 

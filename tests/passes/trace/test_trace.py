@@ -302,6 +302,18 @@ PARTS: dict[str, tuple[Callable[..., Tensor], type | None]] = {
     "means of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).pow(2).mean(-1, keepdim=True), None),
     "sums of a broadcast": (lambda x, y: x[:1, None].expand(2, 3, -1, -1).sum((0, 2)).view(-1), None),
     "the greatest of a broadcast": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).amax((1, -1)), None),
+    "a sum of products": (lambda x, y: (x[:, :, None] * y[:, None]).sum(-1), Product),
+    "a sum of products over the dimension of heads": (
+        lambda x, y: (x.view(2, -1, 2, 2) * y.view(2, -1, 2, 2)[:, :1]).sum(2, keepdim=True).transpose(1, 3),
+        Product,
+    ),
+    "a sum of products over two dimensions": (lambda x, y: (x[:, :3] * y[:, :3]).sum((0, -1)), Product),
+    "a sum of products of two dtypes": (lambda x, y: (x.float()[:, :, None] * y[:, None]).sum(-1), Product),
+    "a sum of squares": (lambda x, y: (x * x).sum(-1), Product),
+    "a sum of products with a broadcast": (lambda x, y: (x[:, :1] * y).sum(1), None),
+    "a sum of products with a number of each": (lambda x, y: (x * y[:, :1, :1]).sum(-1), None),
+    "a sum of products, some of them of one": (lambda x, y: (x[:, :, None] * y[:, None]).sum((1, 3)), None),
+    "a sum in another dtype": (lambda x, y: (x[:, :, None] * y[:, None]).sum(-1, dtype=torch.float32), None),
     "a sum of all": (lambda x, y: x[:, None].expand(-1, 3, -1, -1).sum(()), None),
     "complex of a broadcast": (
         lambda x, y: torch.view_as_real(
