@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,9 @@ def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     copied = fx.Graph()
     copied.output(copied.graph_copy(module.graph, {}))
     tried = fx.GraphModule(module, copied).graph
-    trials = [(each, _put(tried, each)) for each in list(_rephrasings(tried))]
+    of_tried = list(_rephrasings(tried))
+    trials = [(each, _put(tried, each)) for each in of_tried]
+    _erase_unused(tried, of_tried)
     common = CommonSubexpressions()  # as of keys and values that are looked up alike, of which sites name one
     first = {node: common.first(node) for node in tried.nodes}
     trace = Trace(tried)
@@ -66,6 +68,7 @@ def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     for each, (trial, added) in zip(found, trials, strict=True):
         if trial.holds({first.get(node, node) for node in added}, sites):
             _put(module.graph, each)
+    _erase_unused(module.graph, found)
     module.recompile()
 
 
@@ -77,20 +80,25 @@ def _rephrasings(graph: fx.Graph) -> Iterator[Rephrasing]:
 
 
 def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:
-    """Put the code in its place; returns its nodes."""
+    """Put the code in its place; returns its nodes. What is unused from now on stays: other rephrasings may read it."""
     place, before = rephrasing.place, set(graph.nodes)
     with graph.inserting_before(place):
         output = emit(graph, rephrasing, rephrasing.sources, place)
     place.replace_all_uses_with(output)
     _tell_sizes_from_before(graph, before)
     take_sizes_from_inputs(graph)
-    unused = [place]
-    while unused:  # what still reads the weights would need them as tensors
+    return {node for node in graph.nodes if node not in before}
+
+
+def _erase_unused(graph: fx.Graph, rephrasings: Iterable[Rephrasing]) -> None:
+    """Erase what is unused where rephrasings begin and end: whatever still reads the weights would need them as
+    tensors."""
+    unused = list(dict.fromkeys(node for each in rephrasings for node in (each.place, *each.sources)))
+    while unused:
         node = unused.pop()
         if node.op == "call_function" and not node.users and not node.is_impure():
             unused = list(dict.fromkeys([*unused, *node.all_input_nodes]))
             graph.erase_node(node)
-    return {node for node in graph.nodes if node not in before}
 
 
 def _tell_sizes_from_before(graph: fx.Graph, before: set[fx.Node]) -> None:

@@ -40,14 +40,27 @@ def as_biases(attention: Attention, pieces: Sequence[Piece], word: str, trace: T
         Refusal: if no tensor can be added to its scores.
     """
     if pieces and (attention.opaque is not None or attention.packed is not None):
+        beside, remedy = _obstacle(attention)
         raise Refusal(
             attention.node,
             f"expected {pieces[0].width} columns of the keys to be shared by all heads or to come from the latent "
-            f"of the values, found {describe(pieces[0].key, trace)}",
-            SHARE,
+            f"of the values, found {describe(pieces[0].key, trace)} beside {beside}",
+            remedy,
         )
     added = [Mask(_product(piece), attends=False, factor=piece.scale, word=word) for piece in pieces]
     return replace(attention, masks=(*added, *attention.masks))
+
+
+def _obstacle(attention: Attention) -> tuple[str, str]:
+    """Why nothing can be added to the scores of an attention, and what to do about it."""
+    if attention.opaque is None:
+        return "packed sequences", SHARE
+    if attention.opaque.reader is None:
+        return "a function of the scores", SHARE
+    return (
+        "attention weights that are used again",
+        f"do not return or use them (transformers: output_attentions), or {SHARE}",
+    )
 
 
 def in_keys(site: Site) -> Site:

@@ -39,6 +39,8 @@ def constant_of(value: Any) -> float | None:
         match value.target:
             case aten.full.default | aten.full_like.default:
                 return _rounded(constant_of(arguments(value)[1]), value)
+            case aten.new_full.default:
+                return _rounded(constant_of(arguments(value)[2]), value)
             case aten.zeros.default | aten.zeros_like.default | aten.new_zeros.default:
                 return 0.0
             case aten.scalar_tensor.default | aten._to_copy.default:

@@ -59,6 +59,7 @@ KNOWN: dict[str, Function] = {
     "padding": merged(lambda s: s.masked_fill(padded(), -torch.inf)),
     "a finite number": merged(lambda s: s.masked_fill(padded(), -1e9)),
     "where": merged(lambda s: torch.where(padded(), -torch.inf, s)),
+    "a new tensor where it is padding": merged(lambda s: torch.where(padded(), s.new_full((), -torch.inf), s)),
     "padding and a bias": merged(lambda s: (s + torch.arange(T) * slopes()).masked_fill(padded(), -torch.inf)),
     "a bias and padding": merged(lambda s: s.masked_fill(padded(), -torch.inf) + torch.arange(T) * slopes()),
     "times a number of each head": merged(lambda s: (s * slopes()).masked_fill(padded(), -torch.inf)),

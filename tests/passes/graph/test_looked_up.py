@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.passes import spellings as mla
 from tests.passes.checks import check_unchanged, compiled, elements
-from tests.passes.spellings import SQ, Function, N, T
+from tests.passes.spellings import SQ, Function, N, P, T, V
 
 TOPK = 4
 Choose = Callable[[Tensor, Tensor], Tensor]
@@ -90,6 +90,19 @@ def test_tokens_are_looked_up_in_latents(function: Function) -> None:
         lookups = [node for node in module.graph.nodes if "index" in str(node.target) or "gather" in str(node.target)]
         assert lookups
         assert not any(elements(node.meta["val"]) % N == 0 for node in lookups)
+
+
+def values_of_keys(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor, names: Tensor) -> Tensor:
+    """Values are a product of what the keys are, too, which is computed once more: the two lookups read one product."""
+    w_v = torch.linspace(-1, 1, w_kv.shape[1] * N * V, dtype=latent.dtype).sin().view(-1, N * V)
+    k, v = (latent @ w_kv).unflatten(-1, (N, P + V))[..., :P], ((latent @ w_kv) @ w_v).unflatten(-1, (N, V))
+    k, v = (tensor[:, names[0, 0]].transpose(1, 2) for tensor in (k, v))
+    return mla.softmax(mla.queries(x, w_q)[..., :P], k, v)
+
+
+def test_a_lookup_of_what_another_one_no_longer_needs() -> None:
+    for path, _, outcomes in compiled(values_of_keys, named_tensors()):
+        assert [outcome.path for outcome in outcomes] == [path]
 
 
 @pytest.mark.parametrize("name", ["by sequences and names", "by gather", "the same of all sequences"])

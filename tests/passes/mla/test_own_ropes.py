@@ -125,14 +125,30 @@ def test_they_are_trained(function: Function) -> None:
     assert [outcome.path for outcome in trained.outcomes] == ["chunked"]
 
 
-def test_under_a_soft_cap_they_stay_as_they_are() -> None:
-    def capped(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
-        k, v = keys(latent, k_rope, w_kv)
-        return (mla.queries(x, w_q) @ k.mT).tanh().softmax(-1) @ v
+def under_a_soft_cap(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+    k, v = keys(latent, k_rope, w_kv)
+    return (mla.queries(x, w_q) @ k.mT).tanh().softmax(-1) @ v
 
-    (outcome,) = rewrite(capture(capped, *mla.tensors()), "absorbed")
+
+def weights_returned(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = keys(latent, k_rope, w_kv)
+    weights = (mla.queries(x, w_q) @ k.mT).softmax(-1)
+    return weights @ v, weights
+
+
+@pytest.mark.parametrize(
+    ("function", "obstacle", "remedy"),
+    [
+        (under_a_soft_cap, "a function of the scores", "compute one rope key per token"),
+        (weights_returned, "attention weights that are used again", "do not return or use them"),
+    ],
+)
+def test_where_nothing_can_be_added_to_scores_they_stay(function: Function, obstacle: str, remedy: str) -> None:
+    (outcome,) = rewrite(capture(function, *mla.tensors()), "absorbed")
     assert outcome.path == "unchanged"
     assert f"expected {R} columns of the keys to be shared by all heads" in outcome.reason
+    assert outcome.reason.partition(" beside ")[2].startswith(obstacle)
+    assert outcome.remedy.startswith(remedy)
 
 
 class HalfAbsorbed(nn.Module):

@@ -28,6 +28,8 @@ def made(function: Callable[[Tensor], Tensor]) -> float | None:
         (lambda x: torch.full((), 0.1).bfloat16().float(), 0.10009765625),
         (lambda x: torch.full((3,), -1e9).half(), -math.inf),
         (lambda x: torch.full_like(x, 2.5).long(), 2.0),
+        (lambda x: x.new_full((), 0.1), float(torch.tensor(0.1))),
+        (lambda x: x.new_full((2,), -1e9, dtype=torch.float16), -math.inf),
         (lambda x: torch.tensor(0.1), float(torch.tensor(0.1))),
         (lambda x: torch.tensor(7).expand(3), 7.0),
         (lambda x: torch.sqrt(torch.tensor(2.0)), float(torch.tensor(2.0).sqrt())),
