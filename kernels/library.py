@@ -19,11 +19,12 @@ import torch
 from mla_compile import ops
 
 from ..errors import OptionError
-from . import dispatcher, native
+from . import dispatcher, native, objects
 from .compiled import of_attention, of_numbers
 from .expanded_attention import native as expanded_attention
 from .latent_attention import cached
 from .per_head_matmul import native as per_head_matmul
+from .progress import submit
 from .widened_matmul import native as widened_matmul
 
 OPS = tuple(op for op in ops.__all__ if op != "sealed_attention" and not op.endswith("_backward"))
@@ -91,9 +92,9 @@ def build_library(path: str | PathLike[str], dtypes: Iterable[torch.dtype] = (to
     kernels = list(_kernels(dtypes))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cpu_count()) as pool:
         texts = {"mla_library": _registering(kernels)} | {kernel.name: kernel.text for kernel in kernels}
-        tasks = [native.submit(pool, partial(native.compile_object, *text, folder)) for text in texts.items()]
-        objects = [task.result() for task in tasks]
-        native.link(objects, Path(fspath(path)))
+        tasks = [submit(pool, partial(objects.compile_object, *text, folder)) for text in texts.items()]
+        compiled = [task.result() for task in tasks]
+        objects.link(compiled, Path(fspath(path)))
 
 
 def _kernels(dtypes: list[torch.dtype]) -> Iterator[Kernel]:

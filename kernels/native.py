@@ -10,35 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Event
 from types import BuiltinFunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-R = TypeVar("R")
+from .progress import Progress
+
 _log = logging.getLogger(__name__)
 
-
-_CONFIG = {
+SETTINGS = {
     # Allows fused multiply-adds; Inductor forbids them by default, which halves the speed.
     "cpp.enable_floating_point_contract_flag": "fast",
     # None of the headers of Inductor's own kernels is used here, and compiling them takes seconds.
     "cpp_cache_precompile_headers": False,
 }
-
-
+"""Of Inductor, for these kernels."""
 _HEADERS = "vector.h", "number.h", "line_products.h", "attend.h", "pairs.h", "amx.h", "tile_sums.h", "panels.h"
 VECTOR, NUMBER, LINE_PRODUCTS, ATTEND, PAIRS, AMX, TILE_SUMS, PANELS = (
     Path(__file__).with_name(name) for name in _HEADERS
@@ -111,41 +103,6 @@ def start_library(sources: tuple[Path, ...]) -> Callable[[], ctypes.CDLL | None]
     return _built(sources[-1], lambda: _torch_library().load_async(text_of(sources, ()), **_AWAY))
 
 
-def submit(pool: ThreadPoolExecutor, task: Callable[[], R]) -> Future[R]:
-    """Run a task in another thread under the caller's settings of Inductor, which torch keeps in context variables."""
-    return pool.submit(copy_context().run, task)
-
-
-def compile_object(name: str, text: str, folder: str) -> str:
-    """Compile C++ that may use torch's headers; the path of the object file. Raises: CppCompileError."""
-    from torch._inductor import config
-    from torch._inductor.cpp_builder import CppBuilder
-
-    source = Path(folder) / f"{name}.cpp"
-    source.write_text(text)
-    with config.patch(_CONFIG):
-        builder = CppBuilder(name, [str(source)], _options(compile_only=True), output_dir=folder)
-        builder.build()
-    return str(builder.get_target_file_path())
-
-
-def link(objects: list[str], path: Path) -> None:
-    """Link object files and torch's libraries into a shared library. Raises: CppCompileError."""
-    from torch._inductor.cpp_builder import CppBuilder
-
-    with tempfile.TemporaryDirectory() as folder:
-        builder = CppBuilder("library", objects, _options(compile_only=False), output_dir=folder)
-        builder.build()
-        shutil.copyfile(builder.get_target_file_path(), path)
-
-
-def _options(compile_only: bool) -> Any:
-    from torch._inductor.cpp_builder import CppTorchOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return CppTorchOptions(vec_isa=pick_vec_isa(), include_pytorch=True, shared=True, compile_only=compile_only)
-
-
 def address(kernel: Callable[..., None]) -> int:
     """The address of a kernel's code."""
     found = ctypes.cast(_library_of(kernel).kernel, ctypes.c_void_p).value
@@ -192,7 +149,7 @@ def _built(source: Path, begin: Callable[[], Callable[[], Any]]) -> Callable[[],
         _log.info("no native kernel from %s: %s", source, error)
 
     try:
-        with config.patch(_CONFIG):
+        with config.patch(SETTINGS):
             pending = begin()
     except Exception as error:  # the compiler is missing, old or broken; ATen computes the same result
         failed(error)
@@ -223,38 +180,5 @@ def _warn_once(why: str) -> None:
     )
 
 
-class _Progress:
-    """Background compilations, with a progress line on a terminal."""
-
-    def __init__(self) -> None:
-        self.begun = self.done = 0
-        self.start = 0.0
-        self.pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="mla_compile")
-
-    def submit(self, compile: Callable[[], None]) -> Future[None]:
-        """Inductor's `submit_fn`, called for what is not on disk yet."""
-        if self.begun == self.done:
-            self.begun, self.done, self.start = 0, 0, time.perf_counter()
-        self.begun += 1
-        self._show()
-        future = submit(self.pool, compile)
-        future.add_done_callback(self._finished)
-        return future
-
-    def _finished(self, _: Future[None]) -> None:
-        self.done += 1
-        self._show()
-
-    def _show(self) -> None:
-        if not sys.stderr.isatty():
-            if self.begun == 1 and self.done == 0:
-                _log.info("compiling C++ kernels for this CPU: once for this machine and version")
-            return
-        over = self.done == self.begun
-        line = f"mla_compile: compiling C++ kernels for this CPU, once: {self.done} of {self.begun}"
-        tail = f", {time.perf_counter() - self.start:.0f} s\n" if over else ""
-        print(f"\r{line}{tail}", end="", file=sys.stderr, flush=True)
-
-
-_progress = _Progress()
+_progress = Progress()
 _AWAY: dict[str, Any] = {"submit_fn": _progress.submit}

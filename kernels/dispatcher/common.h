@@ -55,13 +55,23 @@ c10::TypedOperatorHandle<Signature> general(const char* name) {
   return found->typed<Signature>();
 }
 
-// Whether one of torch's libraries multiplies matrices of a dtype on this CPU: see `mla_compile/cpu_products.py`.
+// Whether oneDNN takes bfloat16 only to widen it in its inner loop.
+bool widens_bfloat16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512f") && !__builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// Whether one of torch's libraries multiplies matrices of a dtype on this CPU as fast as float32: see
+// `mla_compile/cpu_products.py`.
 bool has_products(at::ScalarType dtype) {
   const auto ask = [](const char* name) {
     const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
     return !found || found->typed<bool()>().call();
   };
-  static const bool of_bf16 = ask("mkldnn::_is_mkldnn_bf16_supported");
+  static const bool of_bf16 = ask("mkldnn::_is_mkldnn_bf16_supported") && !widens_bfloat16();
   static const bool of_fp16 = ask("mkldnn::_is_mkldnn_fp16_supported");
   return dtype == at::kBFloat16 ? of_bf16 : dtype == at::kHalf ? of_fp16 : true;
 }

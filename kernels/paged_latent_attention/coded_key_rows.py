@@ -31,7 +31,7 @@ from .._common.attend import LOG2E, LOWEST
 from .._common.words import HEADROOM
 from .coded_tiles import BOXES, IN_PAIRS, load_tiles, numbers_of
 from .key_rows import BOX, KEYS, PLAIN, QUERIES, VECTOR, finish, hide, seen_by_all
-from .taken import RECORD, TILE, keys_of, taken_by
+from .taken import ANY_VALUE, RECORD, TILE, keys_of, taken_by
 
 BUFFERS = gl.constexpr(4)
 ROWS = gl.constexpr(16)
@@ -177,10 +177,7 @@ def attend_some(shared, inputs, outputs, numbers, GROUPS: gl.constexpr, INT8: gl
         gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
-
-
-@gluon.jit(do_not_specialize=_ANY_VALUE)
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,

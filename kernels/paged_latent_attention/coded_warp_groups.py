@@ -45,7 +45,7 @@ from .coded_scores import (
 from .coded_tiles import BOXES, SOME, STEPS, load_tiles, values_of
 from .key_rows import BOX, KEYS, RANK, VECTOR, hide, seen_by_all
 from .named_tiles import COPIES, load_named
-from .taken import RECORD, TILE, keys_of, taken_by
+from .taken import ANY_VALUE, RECORD, TILE, keys_of, taken_by
 
 BUFFERS = gl.constexpr(3)
 QUERIES, SETTLED = gl.constexpr(0), gl.constexpr(1)
@@ -318,10 +318,7 @@ def attend_tiles(
     )
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
-
-
-@gluon.jit(do_not_specialize=_ANY_VALUE)
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
+from .taken import ANY_VALUE, RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
 
 BOX = gl.constexpr(64)
 """Columns that are loaded at a time: 128 bytes of bfloat16."""
@@ -250,10 +250,7 @@ def attend_some(shared, inputs, outputs, numbers, ROWS: gl.constexpr, WHO: gl.co
         gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
-
-
-@gluon.jit(do_not_specialize=_ANY_VALUE)
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,

@@ -23,8 +23,8 @@ copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_t
 """The copy's name from Triton 3.7 on, or up to 3.6."""
 TILE = gl.constexpr(64)
 """Keys of a tile."""
-IN_BOXES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
-"""How what is loaded is laid out in shared memory."""
+ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
+"""Arguments for whose values kernels over pages are not compiled anew."""
 RECORD = tl.constexpr(8)
 """Numbers of a program in `pieces`."""
 

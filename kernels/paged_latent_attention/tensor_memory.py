@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
-from .taken import RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
+from .taken import ANY_VALUE, RECORD, TILE, box_of, keys_of, load_box, rows_before, taken_by
 from .warp_groups import HALF, ROPE, as_keys, as_loaded, load_queries
 
 ROWS = gl.constexpr(128)
@@ -182,10 +182,7 @@ def weigh(shared, tensors, barriers, inputs, outputs, numbers, CAUSAL: gl.conste
         gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
-
-
-@gluon.jit(do_not_specialize=_ANY_VALUE)
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,

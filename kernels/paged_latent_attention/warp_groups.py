@@ -40,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .._common.attend import LOG2E, LOWEST
 from .clusters import a_barrier_each, a_barrier_for_all, alike, apart, load_box_for_all
-from .taken import RECORD, TILE, box_of, keys_of, rows_before, taken_by
+from .taken import ANY_VALUE, RECORD, TILE, box_of, keys_of, rows_before, taken_by
 
 HALF = gl.constexpr(256)
 ROPE = gl.constexpr(64)
@@ -307,10 +307,7 @@ def attend_half(shared, inputs, outputs, numbers, WHO: gl.constexpr, BLOCKS: gl.
         gdc_launch_dependents()
 
 
-_ANY_VALUE = ("scale", "queries", "heads", "tokens", "own", "table_stride_0")
-
-
-@gluon.jit(do_not_specialize=_ANY_VALUE)
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def attend_pages(
     q_latent,
     q_rope,

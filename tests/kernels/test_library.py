@@ -14,7 +14,7 @@ from torch._inductor import config
 import mla_compile
 from mla_compile import ops
 from mla_compile.fp8 import RowLayout
-from mla_compile.kernels import native
+from mla_compile.kernels import objects
 from mla_compile.kernels.decompositions import decompositions
 from mla_compile.kernels.expanded_attention import expanded_attention_reference
 from mla_compile.kernels.grow_cache import grow_cache_reference
@@ -191,8 +191,8 @@ def test_mla_compile_imported_before_it(library, state):
 
 def test_objects_are_compiled_under_the_settings_of_the_caller(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(native, "compile_object", lambda name, *_: seen.append(config.cpp.simdlen) or name)
-    monkeypatch.setattr(native, "link", lambda *_: None)
+    monkeypatch.setattr(objects, "compile_object", lambda name, *_: seen.append(config.cpp.simdlen) or name)
+    monkeypatch.setattr(objects, "link", lambda *_: None)
     with config.patch({"cpp.simdlen": 256}):
         mla_compile.build_library(tmp_path / "libmla.so")
     assert set(seen) == {256}
