@@ -7,8 +7,8 @@ without them no artifact would be served elsewhere.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def path_of(name: str) -> Path:
@@ -52,9 +53,11 @@ def _remember(path: Path, content: Any) -> None:
     An artifact type of our own would be unknown to a process that loads artifacts before it imports this package, and
     the others would be lost with it.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # private parts of torch
+    try:  # private parts of torch
         from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
         from torch.compiler._cache import CacheArtifactManager
 
         kind = AutotuneCacheArtifact.type()
         CacheArtifactManager.record_artifact(kind, f"{path.parent.name}/{path.name}", content)
+    except (ImportError, AttributeError) as error:
+        _log.info("%s is not among torch's artifacts: %s: %s", path, type(error).__name__, error)

@@ -149,7 +149,7 @@ class Compilation:
         cpp_kernels.begin_training(dtypes_on_cpu(self.module, self.inputs))
         log_graph("mla_trained", trained.module)
         kernels = kernels_of_training(trained.module, self.options.kernels, recorded=recorded_or_measured())
-        settings = self.settings | settings_of_loops(trained.module.graph)
+        settings = self.settings | settings_of_loops(trained.module)
         with own_artifacts(cache_tag(self.options, self.rates), self.lasts):
             compiled = compile_graph(
                 trained.module, self.inputs, inner_compile=registering(plain), config_patches=settings

@@ -81,7 +81,12 @@ def _texts(result: Result) -> Iterator[str]:
 
 def _is_read() -> bool:
     """Whether the text would be written anywhere."""
-    return _log.isEnabledFor(logging.DEBUG) or _logging._internal.trace_log.handlers != []
+    return _log.isEnabledFor(logging.DEBUG) or _traces_are_written()
+
+
+def _traces_are_written() -> bool:
+    trace_log = getattr(_logging._internal, "trace_log", None)  # a private part of torch
+    return trace_log is None or trace_log.handlers != []
 
 
 def readable(module: fx.GraphModule) -> str:

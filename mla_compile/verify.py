@@ -98,7 +98,9 @@ def check(before: fx.GraphModule, after: fx.GraphModule, outcomes: Sequence[Outc
     rewritten = _outputs(after, inputs, names)
     finite = functools.cache(lambda: all(map(_is_finite, inputs)))
     for name, site in sites.items():
-        for values in zip(original[name], rewritten[name], strict=False):  # a branch that was not taken has no values
+        if bool(original[name]) != bool(rewritten[name]):  # a branch that was not taken has no values in both
+            raise VerifyError(f"mla.verify: {site.location}: only one of the {site.path} path and the original ran")
+        for values in zip(original[name], rewritten[name], strict=False):  # data may end a loop a turn earlier in one
             compare(*values, site, finite)
 
 

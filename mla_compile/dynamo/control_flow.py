@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch import _prims_common as prims
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from mla_compile.passes.nodes.shapes import hints_of, size_of
+from mla_compile.passes.nodes.memory_order import inverse, order_of
 
 from .graph import copied
 
@@ -125,15 +124,8 @@ def _layout(value: Any) -> Layout | None:
         return None
     if not prims.is_non_overlapping_and_dense_or_false(value):
         return None
-    strides = [size_of(stride) for stride in value.stride()]
-    symbolic: list[Any] = [stride for stride in value.stride() if isinstance(stride, torch.SymInt)]
-    hints = hints_of(strides, symbolic[0].node.shape_env) if symbolic else {}
-    # Of two dimensions with equal strides, one with a single element counts as the inner one.
-    keys = [
-        (int(sympy.sympify(stride).subs(hints)), not statically_known_true(size == 1))
-        for stride, size in zip(strides, value.shape, strict=True)
-    ]
-    order = tuple(sorted(range(len(keys)), key=keys.__getitem__, reverse=True))
+    order = order_of(value)
+    symbolic = any(isinstance(stride, torch.SymInt) for stride in value.stride())
     single = any(statically_known_true(size == 1) for size in value.shape)
     known = None if symbolic else tuple(int(stride) for stride in value.stride())
     contiguous = all(map(_equal, value.stride(), _contiguous_strides(value, order)))
@@ -148,7 +140,7 @@ def _equal(first: int | torch.SymInt, second: int | torch.SymInt) -> bool:
 def _contiguous_strides(value: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of this size whose dimensions have this order."""
     strides = prims.make_contiguous_strides_for([value.shape[dim] for dim in order])
-    return tuple(strides[order.index(dim)] for dim in range(len(order)))
+    return tuple(strides[place] for place in inverse(order))
 
 
 def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] | None, contiguous: bool) -> Tensor:
@@ -161,5 +153,4 @@ def _laid_out(result: Tensor, order: tuple[int, ...], strides: tuple[int, ...] |
     ordered = result.permute(order)
     if strides is not None:
         return ordered.reshape(-1).as_strided(result.shape, strides)
-    places = [order.index(dim) for dim in range(len(order))]
-    return ordered.contiguous().permute(places)
+    return ordered.contiguous().permute(inverse(order))

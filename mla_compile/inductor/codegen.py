@@ -47,7 +47,7 @@ def generated(
         module.recompile()
         log_graph("mla_launches", module)
     with (
-        inductor_config.patch(settings_of_loops(module.graph)),
+        inductor_config.patch(settings_of_loops(module)),
         products_of(module.graph),
         rows_prefetched(),
         accesses_remembered() if decodes else contextlib.nullcontext(),

@@ -18,6 +18,7 @@ from mla_compile.kernels.implementations.packages import versions
 from mla_compile.kernels.implementations.table import EXPANDED, GRADIENTS, NAMED, PAGED
 from mla_compile.kernels.paged_latent_attention.arguments import PagedLatentAttention
 from mla_compile.kernels.sparse_latent_attention.arguments import SparseLatentAttention
+from mla_compile.passes.nodes.arguments import argument
 from mla_compile.passes.nodes.walk import walk
 
 VALUE = "val"
@@ -71,7 +72,7 @@ def _of_training(
     yield _sentence(op, x, o, kernels, recorded)
     if not o.requires_grad:
         return
-    if _learns(node.args[5]):
+    if _learns(argument(node, "mask")):
         yield f"mla::{GRADIENTS.name}: ATen operations, for the gradient of a mask"
         return
     reads_lse = any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)

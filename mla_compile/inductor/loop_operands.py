@@ -121,14 +121,15 @@ def _origin_in_order(node: fx.Node) -> fx.Node | None:
 def _same_view(node: fx.Node) -> fx.Node | None:
     """The nearest tensor that a node is a view of and that has its layout: both are the same elements of one memory."""
     origin = node
-    while _is_view(origin.target):
+    while _views_its_first_operand(origin.target):
         (origin,) = origin.all_input_nodes[:1]
         if _same_layout(node.meta["val"], origin.meta["val"]):
             return origin
     return None
 
 
-def _is_view(target: Any) -> bool:
+def _views_its_first_operand(target: Any) -> bool:
+    """Whether what an op returns is a view of its first operand, and not the operand itself, changed in place."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.arguments:
         return False
     first = target._schema.arguments[0].alias_info

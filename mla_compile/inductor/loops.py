@@ -17,6 +17,9 @@ from ..passes.code.differentiable import OVER_GROUPS
 _LOOPS = (OVER_GROUPS, torch.ops.higher_order.while_loop)
 
 
-def settings_of_loops(graph: fx.Graph) -> dict[str, Any]:
-    """The Inductor settings for a graph; empty if it contains no loop."""
-    return {"inplace_buffers": False} if any(node.target in _LOOPS for node in graph.nodes) else {}
+def settings_of_loops(module: fx.GraphModule) -> dict[str, Any]:
+    """The Inductor settings for a graph; empty if neither it nor a part of it, as a checkpoint or a branch, contains a
+    loop."""
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    found = any(node.target in _LOOPS for graph in graphs for node in graph.nodes)
+    return {"inplace_buffers": False} if found else {}

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.dynamo.graph import EXAMPLE
 from mla_compile.passes.code.splicing import adopted
 from mla_compile.passes.nodes.arguments import is_repeatable
+from mla_compile.passes.nodes.memory_order import inverse, order_of
 from mla_compile.passes.nodes.refusal import Refusal
 from mla_compile.passes.nodes.source import where
 from mla_compile.passes.nodes.walk import walk
@@ -147,9 +148,8 @@ class _Part:
             for node in unseen:
                 new = self._with_zero_gradient(new, node)
             if not _laid_out_alike(self.place, new.meta[EXAMPLE]):
-                order = _order(self.place.meta[EXAMPLE])
-                inverse = [order.index(i) for i in range(len(order))]
-                for method, arguments in (("permute", order), ("contiguous", []), ("permute", inverse)):
+                order = order_of(self.place.meta[EXAMPLE])
+                for method, arguments in (("permute", order), ("contiguous", []), ("permute", inverse(order))):
                     new = graph.call_method(method, (new, *arguments))
                     new.meta = dict(self.place.meta)
         self._replace_by(new, parts)
@@ -215,9 +215,3 @@ def _strides(value: Tensor) -> list[Any]:
     """The strides that matter; None for dimensions with one element."""
     pairs = zip(value.stride(), value.shape, strict=True)
     return [None if isinstance(size, int) and size == 1 else stride for stride, size in pairs]
-
-
-def _order(value: Tensor) -> list[int]:
-    """The dimensions of a tensor by decreasing stride."""
-    strides = value.stride()
-    return sorted(range(value.dim()), key=lambda i: -strides[i])

@@ -59,7 +59,7 @@ class LookedUp:
             indices = [index for node in self.indices if isinstance(index := given[node], Tensor)]
         found = [self._columns(read, tokens, before, indices, own, piece) for own, piece in self.pieces]
         joined = found[0] if len(found) == 1 else torch.cat(found, -1)
-        return joined.permute(self._order(before, joined.dim())).to(self.place.meta["val"].dtype)
+        return joined.permute(self._order(joined.dim())).to(self.place.meta["val"].dtype)
 
     def _columns(
         self, read: Reader, tokens: Sequence[Dim], before: int, indices: Sequence[Tensor], own: Dim, piece: Piece | Read
@@ -93,7 +93,7 @@ class LookedUp:
         own = latent.shape[index.dim() :]
         return latent.gather(before, index.reshape(*index.shape, *(1 for _ in own)).expand(*index.shape, *own))
 
-    def _order(self, before: int, dims: int) -> list[int]:
+    def _order(self, dims: int) -> list[int]:
         """Where each dimension of `place` is among tokens, then columns."""
         tokens = iter(range(dims - len(self.columns)))
         columns = iter(range(dims - len(self.columns), dims))

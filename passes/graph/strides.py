@@ -22,7 +22,8 @@ from ..algebra.sizes import Size, same
 from ..code.splicing import emit
 from ..nodes.arguments import aten
 from ..nodes.guards import GuardNeeded
-from ..nodes.shapes import hints_of, size_of
+from ..nodes.memory_order import inverse, order_of
+from ..nodes.shapes import size_of
 
 _READERS = {
     aten.as_strided.default,
@@ -46,7 +47,7 @@ def keep_strides(graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> None:
     for new in _seen(graph, set(changed)):
         before = set(graph.nodes)
         with graph.inserting_before(new.next):
-            laid_out = emit(graph, _in_order(_order(changed[new].meta["val"])), [new], new)
+            laid_out = emit(graph, _in_order(order_of(changed[new].meta["val"])), [new], new)
         new.replace_all_uses_with(laid_out, before.__contains__)
 
 
@@ -113,19 +114,8 @@ def _strides(value: Tensor) -> Iterator[Size]:
             yield size_of(stride)
 
 
-def _order(value: Tensor) -> list[int]:
-    """The dimensions of a tensor by decreasing stride."""
-    given: tuple[int | torch.SymInt, ...] = value.stride()
-    strides = [size_of(stride) for stride in given]
-    symbols = [stride for stride in given if isinstance(stride, torch.SymInt)]
-    hints = hints_of(strides, symbols[0].node.shape_env) if symbols else {}
-    numbers = [int(stride.subs(hints)) if not isinstance(stride, int) else stride for stride in strides]
-    return sorted(range(len(numbers)), key=lambda dim: -numbers[dim])
-
-
-def _in_order(order: list[int]) -> Any:
+def _in_order(order: tuple[int, ...]) -> Any:
     """Code that lays a tensor out with its dimensions in this order."""
-    places = [order.index(dim) for dim in range(len(order))]
-    if order == sorted(order):
+    if [*order] == sorted(order):
         return lambda tensor: tensor.contiguous()
-    return lambda tensor: tensor.permute(order).contiguous().permute(places)
+    return lambda tensor: tensor.permute(order).contiguous().permute(inverse(order))

@@ -16,6 +16,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, StrictMinMaxConstraint
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from mla_compile.errors import PassesError
+
 from ..algebra.sizes import same
 from .shapes import size_of
 
@@ -35,6 +37,8 @@ def no_guards(environment: ShapeEnv | None) -> Iterator[None]:
         raise GuardNeeded(str(expression) if value == sympy.true else f"{expression} = {value}")
 
     # torch calls this method before it adds a guard (torch 2.13 has `error_on_new_guards` for the same, 2.11 has not).
+    if not hasattr(environment, "_check_frozen"):
+        raise PassesError("this version of torch does not say when it adds a guard: see the supported versions")
     vars(environment)["_check_frozen"] = refuse
     try:
         yield
