@@ -22,10 +22,18 @@ HANDLERS = Handlers()
 @HANDLERS.of(aten.cat.default)
 def _cat(trace: Forms, node: fx.Node) -> Form:
     dim = argument(node, "dim") % len(shape_of(node))
-    if any(len(shape_of(piece)) != len(shape_of(node)) for piece in arguments(node)[0]):
+    joined = [piece for piece in arguments(node)[0] if not _is_nothing(piece)] or arguments(node)[0]
+    if any(len(shape_of(piece)) != len(shape_of(node)) for piece in joined):
         raise Unaligned("pieces of different ranks")
-    pieces = [_as_held(trace, piece, node) for piece in arguments(node)[0]]
+    pieces = [_as_held(trace, piece, node) for piece in joined]
     return pieces[0] if len(pieces) == 1 else _joined(node, pieces, dim)
+
+
+def _is_nothing(piece: fx.Node) -> bool:
+    """Whether torch leaves a piece of a join out, whatever the dimensions of the others: transformers' caches begin
+    with it."""
+    sizes = shape_of(piece)
+    return len(sizes) == 1 and same(sizes[0], 0)
 
 
 @HANDLERS.of(aten.stack.default)

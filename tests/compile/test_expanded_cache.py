@@ -27,6 +27,14 @@ class Growing:
         return self.stored
 
 
+class Lazy(Growing):
+    """Begins as transformers' `DynamicCache`, with tensors of one dimension."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.stored = torch.tensor([], dtype=dtype), torch.tensor([], dtype=dtype)
+
+
 class Static:
     """Keys and values in buffers of a fixed length."""
 
@@ -78,7 +86,8 @@ def outputs(layer: nn.Module, kind: type[Growing | Static], x: Tensor) -> tuple[
 
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(
-    ("kind", "prefill"), [(Growing, "chunked"), pytest.param(Static, "unchanged", marks=pytest.mark.slow)]
+    ("kind", "prefill"),
+    [(Growing, "chunked"), (Lazy, "chunked"), pytest.param(Static, "unchanged", marks=pytest.mark.slow)],
 )
 def test_the_reason_says_what_to_upgrade(kind: type[Growing | Static], prefill: str) -> None:
     layer, x = Layer(), torch.randn(2, 7, HIDDEN)
