@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from mla_compile import last_report
+from mla_compile import last_report, verify
 from mla_compile.errors import VerifyError
 from mla_compile.passes.outcome import Outcome
 from mla_compile.verify import compare
@@ -32,6 +32,19 @@ def test_it_says_how_they_differ(original, rewritten, found):
 @pytest.mark.parametrize("values", [[1.0, math.nan], [1.0, -math.inf], []])
 def test_equal_outputs_pass(values):
     compare(torch.tensor(values), torch.tensor(values), SITE, lambda: True)
+
+
+@pytest.mark.parametrize("runs", [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)])
+def test_a_site_and_its_original_both_run_or_neither(monkeypatch, runs):
+    """Neither in a branch that is not taken. Data may end a loop a turn earlier in one."""
+    found = iter([{"bmm": [torch.ones(2)] * count} for count in runs])
+    monkeypatch.setattr(verify, "_outputs", lambda *_: next(found))
+    module = fx.GraphModule({}, fx.Graph())
+    if all(runs) == any(runs):
+        verify.check(module, module, [SITE], ())
+    else:
+        with pytest.raises(VerifyError, match=r"model.py:7: only one of the absorbed path and the original ran"):
+            verify.check(module, module, [SITE], ())
 
 
 class Two(nn.Module):

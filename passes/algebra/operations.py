@@ -193,10 +193,10 @@ def contract(
     batched = tuple(left.dims[i] or right.dims[j] for i, j in batch)
     rows = tuple(dim for i, dim in enumerate(left.dims) if i != summed[0] and i not in {i for i, _ in batch})
     columns = tuple(dim for j, dim in enumerate(right.dims) if j != summed[1] and j not in {j for _, j in batch})
-    return contracted(source, (*batched, *rows, *columns), left.term, right.term, together, scale=scale)
+    return contraction(source, (*batched, *rows, *columns), left.term, right.term, together, scale=scale)
 
 
-def contracted(
+def contraction(
     source: Hashable, dims: Sequence[Dim], left: Term, right: Term, summed: Dim, *, scale: float = 1.0
 ) -> Form:
     """The form of `source`, `scale * sum over summed of left * right`, over the axes `dims`."""

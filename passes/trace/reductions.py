@@ -50,7 +50,7 @@ def _contracted(trace: Forms, node: fx.Node) -> Form | None:
     summed = tuple(axis for i in _summed_dims(node, rank) for axis in dims[i])
     if not summed or not {*summed} <= left.term.axes & right.term.axes:
         return None
-    return operations.contracted(node, _kept(node, dims), left.term, right.term, summed)
+    return operations.contraction(node, _kept(node, dims), left.term, right.term, summed)
 
 
 def _widened(form: Form, node: fx.Node, dtype: Hashable) -> Form:
