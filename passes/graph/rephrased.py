@@ -1,6 +1,6 @@
 """Rephrase what is not written as MLA, but is equal to it: put other code in its place, if that is proved to be MLA.
 
-`sums_of_weights`, `seams` and `looked_up` say what is rephrased, and how.
+`sums_of_weights`, `seams`, `looked_up` and `library_products` say what is rephrased, and how.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from ..nodes.common_subexpressions import CommonSubexpressions
 from ..nodes.refusal import Refusal
 from ..trace.trace import Trace
 from .input_sizes import take_sizes_from_inputs
+from .library_products import library_products_in, may_be_library_product
 from .looked_up import looked_up_in, may_be_lookup
 from .seams import may_be_seam, seams_in
 from .sums_of_weights import distributed_in, may_be_sum
 
 Choose = Callable[[Site, Meaning, Trace], object]
+_MAY_BE = (may_be_sum, may_be_seam, may_be_lookup, may_be_library_product)
 
 
 class Rephrasing(Protocol):
@@ -50,7 +52,7 @@ class Rephrasing(Protocol):
 
 def rephrase(module: fx.GraphModule, choose: Choose) -> None:
     """Rephrase what becomes MLA by that, for which `choose` finds paths."""
-    if not any(may_be_sum(node) or may_be_seam(node) or may_be_lookup(node) for node in module.graph.nodes):
+    if not any(may_be(node) for node in module.graph.nodes for may_be in _MAY_BE):
         return
     found = list(_rephrasings(module.graph))
     if not found:
@@ -77,6 +79,7 @@ def _rephrasings(graph: fx.Graph) -> Iterator[Rephrasing]:
     yield from distributed_in(graph, trace)
     yield from seams_in(graph, trace)
     yield from looked_up_in(graph, trace)
+    yield from library_products_in(graph)
 
 
 def _put(graph: fx.Graph, rephrasing: Rephrasing) -> set[fx.Node]:

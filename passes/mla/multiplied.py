@@ -20,6 +20,8 @@ from ..nodes.shapes import shape_of
 from ..nodes.source import where
 from ..trace.trace import Trace
 
+NORM = "norm the latent before the up-projection: a norm after it needs all that absorbing would leave out"
+"""The remedy for a norm of up-projections."""
 _NORMS = {aten._fused_rms_norm.default, aten.native_layer_norm.default}
 _MULTIPLY = {aten.mul.Tensor, aten.div.Tensor}
 _DEPTH = 12
@@ -45,7 +47,7 @@ class MultipliedProduct:
     def remedy(self) -> str:
         """What would let it be rewritten."""
         if self.is_norm:
-            return "norm the latent before the up-projection: a norm after it needs all that absorbing would leave out"
+            return NORM
         return "multiply by one number of each key for all heads, which is then applied to the latent"
 
 
@@ -75,6 +77,12 @@ def _multiplied(node: fx.Node, trace: Trace, depth: int) -> MultipliedProduct | 
         if (within := _multiplied(whole, trace, depth + 1)) is not None:
             return within
     return None
+
+
+def is_made_of(factor: Term, whole: Term, trace: Trace) -> bool:
+    """Whether what multiplies a term is made of that term, as in a norm."""
+    by, of = factor.read.source, whole.read.source
+    return isinstance(by, fx.Node) and isinstance(of, fx.Node) and held_by(of, trace) in _before(by, trace)
 
 
 def held_by(node: fx.Node, trace: Trace) -> fx.Node:

@@ -18,15 +18,21 @@ from ..nodes.refusal import Refusal, from_another_graph
 from ..nodes.source import where
 from ..trace.trace import Trace
 from .in_few_bits import REMEDY, product_in_few_bits
-from .multiplied import multiplied_product
+from .multiplied import NORM, is_made_of, multiplied_product
 
 _LINEAR = (
     "let nothing but views, casts, joins and sums lie between the up-projection and the attention: apply a norm, a "
     "nonlinearity or a rope to the latent before the up-projection, or to columns of their own"
 )
+_TORCHS = ("aten", "prims", "mla")
+"""The namespaces of ops that need no decomposition."""
 _SEAM = (
     "cut every piece into heads before they are joined: one view of all of them puts the seam between two pieces at "
     "other columns for other heads"
+)
+_OWN_OP = (
+    "give the op a decomposition (torch._inductor.decomposition.register_decomposition), or, if it multiplies by a "
+    "weight in few bits, leave this projection out of the quantisation"
 )
 _PIECES = "join the latents, as a whole each and over the same batch, and up-project them together"
 _ADDENDS = "let all that is added up be up-projections of latents, or the same for all keys"
@@ -95,15 +101,16 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
             reason = f"expected keys and values from one latent, found keys from {name(running[0])} and values from "
             return Refusal(node, reason + name(latent), "project both from the same tensor", _node(running[0]))
     multiplied = next(filter(None, (multiplied_product(term, trace) for term in keys)), None)
-    for factor in (found.by for term in keys for found in outer.multiplied(term, trace)):
+    for times in (found for term in keys for found in outer.multiplied(term, trace)):
+        factor = times.by
         if multiplied is None and factor.axes & over and factor.axes <= over.union(attention.rows):
             reason = (
                 f"expected keys that are an up-projection of {name(latent)}, found keys that are "
-                "each multiplied by a number, "
+                f"each multiplied by a number, {name(factor.read)}"
             )
-            return Refusal(
-                node, reason + name(factor.read), "multiply the scores by that number instead: (q @ k.mT) * number"
-            )
+            if is_made_of(factor, times.of, trace):
+                return Refusal(node, f"{reason}, which is computed from them as in a norm", NORM)
+            return Refusal(node, reason, "multiply the scores by that number instead: (q @ k.mT) * number")
     found = "; ".join(describe(term, trace) for term in keys) if multiplied is None else multiplied.found
     reason = f"expected keys of which some columns are an up-projection of {name(latent)}, found {found}"
     stop = next(filter(None, (_stop(term, trace) for term in keys)), None)
@@ -112,7 +119,11 @@ def no_up_projection(attention: Attention, keys: Sequence[Term], latent: Read | 
 
 def _between(stop: fx.Node | None, trace: Trace) -> str:
     """The remedy for an op between an up-projection and the attention at which the trace stopped."""
-    joined = stop is not None and stop.target in RESHAPES and isinstance(trace[arguments(stop)[0]].term.parts, Join)
+    if stop is None:
+        return _LINEAR
+    if isinstance(stop.target, torch._ops.OpOverload) and stop.target.namespace not in _TORCHS:
+        return _OWN_OP
+    joined = stop.target in RESHAPES and isinstance(trace[arguments(stop)[0]].term.parts, Join)
     return _SEAM if joined else _LINEAR
 
 

@@ -32,6 +32,16 @@ def to_whole_keys(change: Function) -> Function:
     return lambda *args: (lambda q, k, v: mla.softmax(q, change(k), v))(*mla.naive(*args))
 
 
+def added_to_gated(change: Function) -> Function:
+    def attention(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        gate = latent[:, None, :, :1].sigmoid()
+        k_nope, v = mla.up_projected(latent, w_kv)
+        k = torch.cat([change(k_nope * gate), mla.to_heads(k_rope)], -1)
+        return mla.sealed(mla.queries(x, w_q), k, change(v * gate))
+
+    return attention
+
+
 def before_the_split(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
     up = (latent @ w_kv + 0.5).unflatten(2, (N, P + V)).transpose(1, 2)
     k = torch.cat([up[..., :P], mla.to_heads(k_rope)], -1)
@@ -61,6 +71,9 @@ REWRITTEN: dict[str, Function] = {
     "beside a tensor": added(to_values=lambda v: (v + torch.arange(V).double()) * 2 + 0.5),
     "before the split": before_the_split,
     "zero": added(lambda k: k + 0, lambda v: 0 + v),
+    "zero, to a gated up-projection": added_to_gated(lambda tensor: 0 + tensor),
+    "zero, taken from a gated up-projection": added_to_gated(lambda tensor: tensor - 0.0),
+    "Python's sum of gated up-projections": added_to_gated(lambda tensor: sum([tensor, tensor * 2])),
 }
 
 

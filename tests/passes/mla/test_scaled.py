@@ -61,6 +61,15 @@ def test_a_number_of_each_head_and_key_belongs_to_the_scores() -> None:
         assert "found keys that are each multiplied by a number, `" in outcome.reason
 
 
+def test_a_norm_of_whole_keys_belongs_to_the_latent() -> None:
+    """As a factor of the scores it would take all up-projected keys, at every step."""
+    function = keys(lambda k: k * k.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt(), mla.sealed)
+    for _, _, (outcome,) in compiled(function, mla.tensors()):
+        assert outcome.path == "unchanged"
+        assert ", which is computed from them as in a norm, at `" in outcome.reason
+        assert outcome.remedy.startswith("norm the latent before the up-projection")
+
+
 def test_factors_that_are_on_the_scores_are_rewritten() -> None:
     """What the report of factors on the keys says to write instead."""
     for path, _, (outcome,) in compiled(

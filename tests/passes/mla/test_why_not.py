@@ -105,6 +105,28 @@ def test_a_function_of_what_is_cut_into_heads_is_what_stands_between() -> None:
     assert outcome.remedy.startswith("let nothing but views, casts, joins and sums lie between")
 
 
+@torch.library.custom_op("mla_tests::product_in_few_bits", mutates_args=())
+def product_in_few_bits(latent: Tensor, w_kv: Tensor) -> Tensor:
+    return latent @ w_kv
+
+
+@product_in_few_bits.register_fake
+def _(latent: Tensor, w_kv: Tensor) -> Tensor:
+    return latent.new_empty(*latent.shape[:-1], w_kv.shape[-1])
+
+
+def test_a_product_in_an_op_of_a_library_may_be_left_out_of_the_quantisation() -> None:
+    def function(x: Tensor, latent: Tensor, k_rope: Tensor, w_q: Tensor, w_kv: Tensor) -> Tensor:
+        kv = product_in_few_bits(latent, w_kv).unflatten(-1, (N, P + V)).transpose(1, 2)
+        k = torch.cat([kv[..., :P], mla.to_heads(k_rope)], -1)
+        return mla.softmax(mla.queries(x, w_q), k, kv[..., P:])
+
+    (outcome,) = rewrite(capture(function, *mla.tensors()))
+    assert "`product_in_few_bits` (product_in_few_bits.default), where the trace stopped" in outcome.reason
+    assert outcome.remedy.startswith("give the op a decomposition")
+    assert "leave this projection out of the quantisation" in outcome.remedy
+
+
 SENTENCES: dict[str, tuple[Function, str]] = {
     "an op that the passes do not know": (
         values(lambda v: v.cumsum(2)),
