@@ -1,4 +1,4 @@
-"""Columns of a tensor over tokens: an up-projection of a latent, or a tensor that repeats."""
+"""Columns of a tensor over tokens: an up-projection of a latent, or the latent itself, which may repeat."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class Piece:
         return self.latent, *((self.weight,) if self.weight is not None else ()), *self.biases
 
     @property
+    def repeats(self) -> bool:
+        """Whether columns are the same along some axes."""
+        return self.weight is None and len(self.same) < len(self.along)
+
+    @property
     def width(self) -> Size:
         return product(axis.size for axis in self.rank)
 
@@ -65,10 +70,10 @@ def up_projected(segment: Segment, tokens: set[Axis]) -> Piece | None:
     return piece if all(map(is_held, piece.reads)) else None
 
 
-def repeated(segment: Segment) -> Piece | None:
-    """A segment of joined columns as a tensor that repeats; None if it is none."""
+def as_it_is(segment: Segment) -> Piece | None:
+    """A segment of joined columns as a tensor that repeats along them, or not at all; None if it is none."""
     read = unbroadcast(segment.term).read
     ranks = {axis: Axis(axis.size) for axis in segment.axes if axis in read.axes}
-    if not 0 < len(ranks) < len(segment.axes) or not is_held(read):
+    if not ranks or not is_held(read):
         return None
     return Piece(segment.axes, change_read(read, ranks), tuple(ranks.values()), None, tuple(ranks))

@@ -9,7 +9,7 @@ nothing to finite numbers.
 
 A key that repeats may itself be a product, as without a rope. It is then a latent as it is, or another up-projection of
 what it is computed from: of the latent of other columns, which need not be joined with anything then, or of what is
-narrower than the key.
+narrower than the key. Columns that are cached as they are, beside those that are up-projected, repeat nowhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..mla.site import OwnLatent, Site
 from ..nodes.arguments import RESHAPES, argument, arguments, aten, is_tensor
 from ..nodes.shapes import shape_of
 from ..trace.trace import Trace
-from .columns import Piece, repeated, up_projected
+from .columns import Piece, as_it_is, up_projected
 
 _STEPS = 4
 """How far back from a view its join may lie: copies and views in between."""
@@ -124,7 +124,7 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
             continue
         tokens = {axis for dim in form.dims[:-1] for axis in dim}
         projected = [up_projected(segment, tokens) for segment in join.segments]
-        known = _narrowest(projected, [repeated(segment) for segment in join.segments])
+        known = _narrowest(projected, [as_it_is(segment) for segment in join.segments])
         if known is None or not any(projected):
             continue
         reads = [read for piece in known for read in piece.reads]
@@ -133,18 +133,22 @@ def seams_in(graph: fx.Graph, trace: Trace) -> Iterator[Seam]:
             yield Seam(node, form.dims, known, tuple(sources))
 
 
-def _narrowest(projected: Sequence[Piece | None], repeating: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
-    """The pieces, each as an up-projection or as a tensor that repeats, so that all latents together have few columns;
-    None if one is neither."""
-    either = list(zip(projected, repeating, strict=True))
-    joined_anyway = [up for up, repeats in either if up is not None and repeats is None]
+def _narrowest(projected: Sequence[Piece | None], held: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
+    """The pieces, each as an up-projection or, above all if it repeats, as it is, so that all latents together have few
+    columns; None if one is neither, or has more columns than any of the others' latents."""
+    widths = [up.width for up in projected if up is not None]
+    few = [
+        each if each and (each.repeats or any(known_at_most(each.width, w) for w in widths)) else None for each in held
+    ]
+    either = list(zip(projected, few, strict=True))
+    joined_anyway = [up for up, itself in either if up is not None and itself is None]
     pieces = list[Piece]()
-    for up, repeats in either:
-        if up is None or repeats is None:
-            piece = up or repeats
+    for up, itself in either:
+        if up is None or itself is None:
+            piece = up or itself
         else:
-            joined = any(_share_latent(other, up) for other in joined_anyway)
-            piece = up if joined or known_at_most(up.width, repeats.width) else repeats
+            joined = any(_share_latent(other, up) for other in joined_anyway) or not itself.repeats
+            piece = up if joined or known_at_most(up.width, itself.width) else itself
         if piece is None:
             return None
         pieces.append(piece)

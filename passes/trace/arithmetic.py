@@ -143,6 +143,8 @@ def _add(trace: Forms, node: fx.Node) -> Form:
     if (numbers := halves.with_signs(trace, node)) is not None:
         return numbers
     a, b = arguments(node)[:2]
+    if (whole := _beside_nothing(node)) is not None and trace[whole].term.parts is None:
+        return trace[whole]
     factor = factor_of(node)
     forms = [_added(trace, operand, other, node) for operand, other in ((a, b), (b, a))]
     known = [form for form in forms if form is not None]
@@ -151,6 +153,14 @@ def _add(trace: Forms, node: fx.Node) -> Form:
     first, second = known[::-1] if node.target in _SUBTRACT_FROM else known
     sign = -1 if node.target in _SUBTRACT | _SUBTRACT_FROM else 1
     return elementwise.add(node, [first, _times(second, sign * factor)], shape_of(node))
+
+
+def _beside_nothing(node: fx.Node) -> fx.Node | None:
+    """The tensor to which a sum adds the number 0, as Python's `sum` does to the first; None if it adds another."""
+    whole, number = arguments(node)[:2]
+    if node.target in _SUBTRACT_FROM or not is_tensor(whole) or not isinstance(number, int | float) or number != 0:
+        return None
+    return whole if whole.meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def _added(trace: Forms, operand: Any, other: Any, node: fx.Node) -> Form | None:

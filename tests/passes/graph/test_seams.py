@@ -62,6 +62,12 @@ REWRITTEN: dict[str, Function] = {
     "each column N times": joined(
         lambda nope, k_rope, latent: torch.cat([nope, k_rope.repeat_interleave(N, dim=-1)], -1)
     ),
+    "columns that repeat nowhere": joined(
+        lambda nope, k_rope, latent: torch.cat([k_rope, nope, latent @ weight(L, N * R - R)], -1)
+    ),
+    "columns of the latent itself": joined(
+        lambda nope, k_rope, latent: torch.cat([latent, nope, latent.flip(1) @ weight(L, N * R - L)], -1)
+    ),
     "in three pieces": joined(
         lambda nope, k_rope, latent: torch.cat([nope[..., :-3], for_all(k_rope), nope[..., -3:]], -1)
     ),
@@ -136,6 +142,9 @@ UNCHANGED: dict[str, Function] = {
     ),
     "rope keys that each head has for itself": joined(
         lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope) * torch.arange(N * R)], -1)
+    ),
+    "columns that repeat nowhere, more than the latent has": joined(
+        lambda nope, k_rope, latent: torch.cat([nope, (latent @ weight(L, N * R)).sin()], -1)
     ),
     "a function of all": joined(lambda nope, k_rope, latent: torch.cat([nope, for_all(k_rope)], -1).tanh()),
     "padded with zeros": joined(lambda nope, k_rope, latent: F.pad(nope, (0, N * R))),
