@@ -24,6 +24,7 @@ from ..algebra import operations
 from ..algebra.factored import factored
 from ..algebra.terms import Dim, Form, Product, Read
 from ..nodes.arguments import arguments, aten, is_tensor
+from ..nodes.constants import constant_of
 from ..nodes.walk import makers, walk
 from ..trace.trace import Trace
 from .copies import copied
@@ -188,6 +189,24 @@ def _divided_by_one(node: fx.Node, numerator: fx.Node, source: fx.Node, total: f
     within = (*weights.within, *between)
     zeros = least > 0  # a row of zeros stays one, where 0 / 0 is NaN
     return replace(weights, node=node, safe=weights.safe and zeros, numbers=weights.numbers and zeros, within=within)
+
+
+def more_than_one(node: fx.Node, trace: Trace) -> float | None:
+    """What weights that add up to 1 are divided by in `node`, if it is their sum and a number more; None otherwise."""
+    numerator, total = arguments(node)[:2]
+    source = copied(numerator, trace)
+    weights = weights_of(source, trace)
+    if source is None or weights is None or weights.seen is not None or weights.shares is not None:
+        return None
+    dim = weights.dim
+
+    def sums(addend: Any) -> bool:
+        return _summed_dim(addend, source, trace) == dim and _spans(trace[addend], trace[numerator], dim)
+
+    added = added_to(total, sums, trace) if is_tensor(total) else None
+    numbers = [constant_of(number) for number in added[1]] if added is not None else []
+    known = [number for number in numbers if number is not None and number > 0]
+    return 1 + sum(known) if known and len(known) == len(numbers) else None
 
 
 def _shared(node: fx.Node, numerator: fx.Node, source: fx.Node, total: fx.Node, trace: Trace) -> Weights | None:

@@ -9,6 +9,9 @@ After    o = g * (softmax(a) @ v)
 Before   o = (g * softmax(a)) @ v                                 g: a number for each key, whatever the query
 After    o = softmax(a) @ (g * v)
 
+Before   o = (w / (w.sum(-1, keepdim=True) + 1e-6)) @ v           w = softmax(a), which add up to 1
+After    o = 1 / (1 + 1e-6) * (w @ v)
+
 The softmaxes may be parts of one, as those of even and odd heads. If one of them is not MLA, a second product gains
 nothing.
 """
@@ -27,13 +30,13 @@ from ..algebra.terms import Form
 from ..attention.copies import original_of
 from ..attention.nearly import SUMS, softmaxes
 from ..attention.pieces import PRODUCTS
-from ..attention.softmax import weights_of
+from ..attention.softmax import more_than_one, weights_of
 from ..mla.site import Site
 from ..nodes.arguments import arguments, aten, factor_of, is_tensor, is_view
 from ..trace.trace import Trace
 
 _SOFTMAXES = {aten._softmax.default, aten._safe_softmax.default}
-_CHANGES = {*SUMS, aten.mul.Tensor}
+_CHANGES = {*SUMS, aten.mul.Tensor, aten.div.Tensor}
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def may_be_sum(node: fx.Node) -> bool:
             return leads(operand.all_input_nodes[0], steps)
         return operand.target in _SOFTMAXES or any(leads(before, steps - 1) for before in operand.all_input_nodes)
 
-    if node.target is aten.mul.Tensor:  # of the weights as they are, or a cast of them: not of some, as routers have
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):  # of the weights as they are, or cast: routers take some
         return any(leads(operand, 2) for operand in arguments(node))
     return node.target in SUMS and all(leads(operand, 4) for operand in arguments(node)[:2])
 
@@ -115,7 +118,7 @@ def distributed_in(graph: fx.Graph, trace: Trace) -> Iterator[Distributed]:
             continue
         addends = _together(_addends(source, _Addend(source), trace) or ())
         of_keys = any(addend.of_keys for addend in addends)
-        distributed = len(addends) > 1 or of_keys or any(addend.factors for addend in addends)
+        distributed = len(addends) > 1 or of_keys or any(each.factors or each.number != 1.0 for each in addends)
         if of_keys and node.target is not aten.bmm.default:  # the same values for all sequences and heads
             continue
         if distributed and _in_order(trace[operand], trace[source]):
@@ -153,6 +156,9 @@ def _addends(node: fx.Node, so_far: _Addend, trace: Trace) -> list[_Addend] | No
         left = _addends(a, so_far, trace)
         right = _addends(b, replace(so_far, number=so_far.number * sign), trace)
         return None if left is None or right is None else [*left, *right]
+    if node.target is aten.div.Tensor:
+        divisor = b if isinstance(b, int | float) else more_than_one(node, trace)
+        return _addends(a, replace(so_far, number=so_far.number / divisor), trace) if divisor else None
     if node.target is not aten.mul.Tensor:
         return None
     if isinstance(b, int | float):

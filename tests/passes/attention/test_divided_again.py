@@ -1,4 +1,5 @@
-"""Attention weights that are divided by their own sum, which is 1, are the weights that they were."""
+"""Attention weights that are divided by their own sum, which is 1, are the weights that they were: those divided by
+their sum and an epsilon are a multiple of them."""
 
 from __future__ import annotations
 
@@ -43,6 +44,10 @@ ONE: dict[str, Function] = {
     "bounded": weighed(lambda s: again(s.softmax(-1), lambda total: total.clamp(min=1e-9))),
     "bounded by 1": weighed(lambda s: again(s.softmax(-1), lambda total: total.clamp_min(1.0))),
     "an epsilon that is rounded away": weighed(lambda s: again(s.softmax(-1), lambda total: total + 1e-8)),
+    "an epsilon that counts": weighed(lambda s: again(s.softmax(-1), lambda total: total + 0.1)),
+    "rows of nothing, 0 and an epsilon": weighed(
+        lambda s: again(hidden(s).softmax(-1).nan_to_num(), lambda total: total + 1e-6)
+    ),
     "rows of nothing": weighed(lambda s: again(hidden(s).softmax(-1))),
     "rows of nothing, 0 at first": weighed(lambda s: again(hidden(s).softmax(-1).nan_to_num())),
     "rows of nothing, 0 and bounded": weighed(
@@ -51,7 +56,7 @@ ONE: dict[str, Function] = {
     "rows of nothing, 0 and normalized": weighed(lambda s: F.normalize(hidden(s).softmax(-1).nan_to_num(), 1.0, -1)),
 }
 OTHERS: dict[str, Function] = {
-    "an epsilon": weighed(lambda s: again(s.softmax(-1), lambda total: total + 1e-6)),
+    "an epsilon a query": weighed(lambda s: again(s.softmax(-1), lambda total: total + 0.1 * (s[..., :1] > 0))),
     "bounded by more": weighed(lambda s: again(s.softmax(-1), lambda total: total.clamp_min(1.5))),
     "bounded from above": weighed(lambda s: again(s.softmax(-1), lambda total: total.clamp(1e-9, 0.5))),
     "another norm": weighed(lambda s: F.normalize(s.softmax(-1), p=2.0, dim=-1)),

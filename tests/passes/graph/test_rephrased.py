@@ -33,6 +33,17 @@ def multiplied(factor: Function, values: Function = lambda v: v) -> Function:
     return attention
 
 
+def divided(more: Function) -> Function:
+    """One softmax, divided by `more` of the sum of its weights."""
+
+    def attention(*args: Tensor) -> Tensor:
+        q, k, v = mla.naive(*args)
+        w = (q @ k.mT * SCALE).softmax(-1)
+        return (w / more(w.sum(-1, keepdim=True))) @ v
+
+    return attention
+
+
 def halves(divide: Function, values: Function = lambda v: v, dim: int = 2) -> Function:
     """As `differential`, but with one softmax `[B, 2 N, Sq, T]`, which `divide` divides.
 
@@ -66,6 +77,11 @@ REWRITTEN: dict[str, tuple[Function, int]] = {
     "a number a head": (differential(lambda a, b: a - b * heads()), 2),
     "all times a number": (differential(lambda a, b: (a - 0.3 * b) * 0.5 + a), 2),
     "by alpha": (differential(lambda a, b: torch.sub(a, b, alpha=0.3)), 2),
+    "one, times a number": (multiplied(lambda q: 0.3), 1),
+    "one, divided by a number": (differential(lambda a, b: a / 3), 1),
+    "one, divided by its sum and a number": (divided(lambda total: total + 0.1), 1),
+    "one, divided by its sum and numbers": (divided(lambda total: 0.1 + total + torch.full((), 0.2).double()), 1),
+    "the difference, divided by a number": (differential(lambda a, b: (a - b) / 3), 2),
     "one, times a number a head": (multiplied(lambda q: heads()), 1),
     "one, times a gate a query": (multiplied(lambda q: q[..., :1].sigmoid()), 1),
     "one, times a mask and a number": (multiplied(lambda q: (heads() > 0) * 2.0), 1),
@@ -99,6 +115,9 @@ UNCHANGED: dict[str, Function] = {
     "two of one softmax, of other values": halves(lambda w: w.unflatten(1, (N, 2)).unbind(2), torch.tanh),
     "one, times a number a head, of other values": multiplied(lambda q: heads(), torch.tanh),
     "values that are no up-projection": differential(lambda a, b: a - b, torch.tanh),
+    "divided by a sum of others": differential(lambda a, b: a / (b.sum(-2, keepdim=True) + 0.1)),
+    "divided by a sum less a number": divided(lambda total: total - 0.1),
+    "divided by a sum over queries": differential(lambda a, b: a / (a.sum(-2, keepdim=True) + 0.1)),
     "something that is no softmax": differential(lambda a, b: a - b.tanh()),
     "set to 0 after": differential(lambda a, b: a - b.masked_fill(hidden(), 0.0)),
     "a function of the difference": differential(lambda a, b: (a - b).relu()),
